@@ -1,0 +1,102 @@
+"""The command `mgpu`: finds the module that does the work, imports it, and hands over the remaining arguments.
+
+A command's function takes its arguments as a list of strings and returns an exit code. Nothing is imported before it
+is asked for: benchmarks and recipes are found by reading their text.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+COMMANDS = {
+    "run": ("collectives.launch:main", "start a script in several ranks: mgpu run -n 4 script.py ..."),
+    "verify": ("collectives.inspect:verify_main", "prove a program: mgpu verify all_reduce ring -n 8"),
+    "predict": ("collectives.inspect:predict_main", "predict how long it takes: mgpu predict all_reduce ring -n 8"),
+}
+GROUPS = {  # the modules of a package that define `main`
+    "bench": ("bench", "measure a collective: mgpu bench all_reduce -n 2"),
+    "train": ("mgpu_core.recipes", "train a network: mgpu train image-classification -n 2"),
+}
+OURS = ("kernels", "collectives", "mgpu_core", "bench")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; its exit code, or 1 for an error that explains itself, 2 for wrong usage, 130 for Ctrl-C."""
+    try:
+        return dispatch(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if os.environ.get("MGPU_DEBUG") == "1" or not explains_itself(error):
+            raise
+        print(f"mgpu: {error}", file=sys.stderr)
+        return 1
+
+
+def dispatch(argv: list[str]) -> int:
+    """Find what `argv` names, and run it."""
+    command, *rest = argv or ["--help"]
+    if command in ("-h", "--help"):
+        print(overview())
+        return 0
+    if command == "--version":
+        print(f"mgpu {importlib.import_module('mgpu_core').__version__}")
+        return 0
+    if command in COMMANDS:
+        return call(COMMANDS[command][0], rest)
+    if command in GROUPS:
+        return dispatch_group(command, rest)
+    return unknown("command", command, [*COMMANDS, *GROUPS])
+
+
+def dispatch_group(group: str, argv: list[str]) -> int:
+    """Run a benchmark or a recipe; its name may be written with dashes or underscores."""
+    package, description = GROUPS[group]
+    if package == "bench":
+        importlib.import_module("collectives.installation").check_ours("bench")
+    names = members(package)
+    name, *rest = argv or ["--help"]
+    if name in ("-h", "--help"):
+        print(f"{description}\n\nthere are: {', '.join(names)}\nmgpu {group} NAME --help says more")
+        return 0
+    if name.replace("-", "_") not in names:
+        return unknown(group, name, names)
+    return call(f"{package}.{name.replace('-', '_')}:main", rest)
+
+
+def call(target: str, argv: list[str]) -> int:
+    """Import "module:function" and call it with `argv`."""
+    module, function = target.split(":")
+    return int(getattr(importlib.import_module(module), function)(argv))
+
+
+def members(package: str) -> list[str]:
+    """Names of the modules of a package that define `main`."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations or [] if spec else []
+    modules = [path for folder in folders for path in Path(folder).glob("*.py") if not path.name.startswith("_")]
+    return sorted(path.stem for path in modules if re.search(r"^def main\(", path.read_text(), re.MULTILINE))
+
+
+def explains_itself(error: Exception) -> bool:
+    """Ours, or a missing file or library: the message is enough. Anything else is a bug and keeps its traceback."""
+    return type(error).__module__.partition(".")[0] in OURS or isinstance(error, OSError | ImportError)
+
+
+def unknown(kind: str, name: str, known: list[str]) -> int:
+    """Say that there is no such name, and which one comes close."""
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean '{close[0]}'?" if close else f"there are: {', '.join(known)}"
+    print(f"mgpu: no {kind} '{name}'; {hint}", file=sys.stderr)
+    return 2
+
+
+def overview() -> str:
+    """The text of `mgpu --help`."""
+    listing = "\n".join(f"  {name:8} {text}" for name, (_, text) in {**COMMANDS, **GROUPS}.items())
+    more = "mgpu COMMAND --help says more; MGPU_DEBUG=1 shows an error's traceback"
+    return f"usage: mgpu COMMAND ...\n\n{listing}\n\n{more}"
