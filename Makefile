@@ -1,0 +1,44 @@
+# From a clean clone, with nothing but Python and make:
+#   make train    two or more ranks train a network on real images
+#   make test     lint, types and tests; no GPU needed
+# Also: make lint, make bench, make clean. ARGS adds arguments (make train ARGS="-n 4"), PYTHON names the interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+help:
+	@sed -n '2,4s/^# *//p' Makefile
+
+train: .venv/base.stamp
+	$(BIN)/mgpu train image-classification $(ARGS)
+
+test: lint
+	$(BIN)/pytest $(ARGS)
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+bench: .venv/base.stamp
+	$(BIN)/mgpu bench all_reduce -n 2 -b 8 -e 128M -f 4 $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp newer than pyproject.toml: what that asks for is installed.
+.venv/dev.stamp: EXTRA = [dev]
+.venv/base.stamp .venv/dev.stamp: pyproject.toml
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  $(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null || { \
+	    echo "mgpu needs Python 3.10 to 3.13, which $(PYTHON) is not; name one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }; \
+	  $(PYTHON) -m venv .venv >/dev/null 2>&1 || { \
+	    echo "$(PYTHON) cannot make .venv: install its venv module (Debian, Ubuntu: the package python3-venv)" \
+	      "or name another Python: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }; }
+	@echo "Installing what mgpu$(EXTRA) needs into .venv, once; the log is .venv/pip.log" >&2
+	@$(BIN)/python -m pip install --retries 2 --editable '.$(EXTRA)' >.venv/pip.log 2>&1 || { \
+	  echo "pip could not install it; is the network there? Say make $(MAKECMDGOALS) again when it is." \
+	    "Pip's last word: $$(grep -i error .venv/pip.log | tail -n 1)" >&2; exit 1; }
+	@touch .venv/base.stamp $@
+
+.PHONY: help train test lint bench clean

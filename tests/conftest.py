@@ -1,0 +1,43 @@
+"""Rules for every test: few threads, no leftovers, no luck with timing."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Ranks outnumber cores in tests, so each takes one thread; set before NumPy and Numba are imported.
+for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+hypothesis.settings.register_profile("mgpu", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("mgpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """A test that leaves a process behind fails, and is told which."""
+    before = children()
+    yield
+    deadline = time.monotonic() + 5
+    while left := children() - before:
+        if time.monotonic() > deadline:
+            pytest.fail("left behind: " + ", ".join(f"{pid} {command_line(pid)}" for pid in sorted(left)))
+        time.sleep(0.02)
+
+
+def children() -> set[int]:
+    """This process's living children, but for multiprocessing's own servants, which last as long as it does."""
+    lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
+    pids = {int(pid) for pids in lists for pid in pids.split()}
+    return {pid for pid in pids if (line := command_line(pid)) and "multiprocessing.resource_tracker" not in line}
+
+
+def command_line(pid: int) -> str:
+    """Empty for a process that has ended, whether or not it has been waited for."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
