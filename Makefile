@@ -38,7 +38,7 @@ clean:
 	@echo "Installing what mgpu$(EXTRA) needs into .venv, once; the log is .venv/pip.log" >&2
 	@$(BIN)/python -m pip install --retries 2 --editable '.$(EXTRA)' >.venv/pip.log 2>&1 || { \
 	  echo "pip could not install it; is the network there? Say make $(MAKECMDGOALS) again when it is." \
-	    "Pip's last word: $$(grep -i error .venv/pip.log | tail -n 1)" >&2; exit 1; }
+	    "Pip said: $$(grep -m 1 -o 'ERROR:.*' .venv/pip.log)" >&2; exit 1; }
 	@touch .venv/base.stamp $@
 
 .PHONY: help train test lint bench clean
