@@ -1,0 +1,187 @@
+"""A reader that prepares the next batches on a background thread while the present one trains.
+
+A rank's training loop reads
+
+    loader = Loader((images, labels), Sampler(len(images), batch=128, seed=1), rank=comm.rank, size=comm.size)
+    with loader.epoch(0) as batches:
+        for batch in batches:
+            images, labels = batch.arrays
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from numpy.typing import NDArray
+
+from mgpu_core.data.sampler import Indices, Sampler
+from mgpu_core.data.streams import SampleStreams
+
+Arrays = tuple[NDArray[Any], ...]
+Transform = Callable[[SampleStreams, Arrays], Arrays]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a global batch.
+
+    Attributes:
+        arrays: the rank's samples, one array for each of the data set's; the first axis may be 0.
+        indices: the samples' numbers in the data set, (n,) int64.
+        epoch, step: the position; training goes on after it from (epoch, step + 1).
+        global_count: samples that all ranks together hold in this step. A loss that is summed over
+            `arrays` and divided by this averages right, however unequal the parts.
+    """
+
+    arrays: Arrays
+    indices: Indices
+    epoch: int
+    step: int
+    global_count: int
+
+
+class Loader:
+    """Reads a rank's part of every batch, ahead of its use.
+
+    Args:
+        arrays: the data set; all arrays have the samples on their first axis.
+        sampler: decides the batches.
+        rank, size: this rank, of how many.
+        shares: a weight a rank, for unequal parts; None cuts evenly. May be changed between epochs.
+        transform: makes training arrays of the raw ones, on the background thread. It gets the samples' random
+            streams, so what it does to a sample is the same on any number of ranks.
+        depth: how many batches are held ready, at most.
+
+    Attributes:
+        waited: seconds that the consumer has waited for batches so far; near zero when reading keeps up.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[NDArray[Any]],
+        sampler: Sampler,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        shares: Sequence[float] | None = None,
+        transform: Transform | None = None,
+        depth: int = 2,
+    ) -> None:
+        lengths = [len(array) for array in arrays]
+        if lengths != [sampler.count] * len(arrays):
+            raise ValueError(f"the sampler counts {sampler.count} samples, the arrays hold {lengths}")
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of {size}")
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, got {depth}")
+        self.shares = [1.0] * size if shares is None else list(shares)
+        if len(self.shares) != size:
+            raise ValueError(f"{size} ranks need {size} shares, got {self.shares}")
+        self.arrays = tuple(arrays)
+        self.sampler = sampler
+        self.rank = rank
+        self.transform = transform
+        self.depth = depth
+        self.waited = 0.0
+
+    def read(self, epoch: int, step: int) -> Batch:
+        """This rank's part of one batch, read here and now."""
+        indices = self.sampler.part(epoch, step, self.rank, self.shares)
+        arrays: Arrays = tuple(array[indices] for array in self.arrays)
+        if self.transform is not None:
+            arrays = self.transform(SampleStreams(self.sampler.seed, epoch, indices), arrays)
+        return Batch(arrays, indices, epoch, step, len(self.sampler.global_batch(epoch, step)))
+
+    def epoch(self, epoch: int, start: int = 0) -> Prefetched:
+        """The batches of `epoch` from step `start` on, read ahead by a thread until closed or used up."""
+        return Prefetched(self, epoch, start)
+
+
+class Prefetched(Iterator[Batch]):
+    """Batches on their way from the reading thread. Close it, or use it in `with`, when leaving early."""
+
+    def __init__(self, loader: Loader, epoch: int, start: int) -> None:
+        self._loader = loader
+        self._queue = _Queue(loader.depth)
+        # The thread knows the queue and not this object, so an iterator that is merely dropped also ends it.
+        self._thread = threading.Thread(
+            target=_read_ahead, args=(loader, epoch, start, self._queue), name=f"reader of epoch {epoch}", daemon=True
+        )
+        self._finalizer = weakref.finalize(self, self._queue.close)
+        self._thread.start()
+
+    def __next__(self) -> Batch:
+        began = time.perf_counter()
+        item = self._queue.get()
+        self._loader.waited += time.perf_counter() - began
+        if isinstance(item, Batch):
+            return item
+        self.close()
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        """Stop reading ahead and end the thread; batches not yet taken are dropped."""
+        self._finalizer()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetched:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Queue:
+    """A bounded queue that either end may be let go from: closing it wakes and frees both."""
+
+    def __init__(self, depth: int) -> None:
+        self._items: deque[Batch | BaseException | None] = deque()
+        self._depth = depth
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def put(self, item: Batch | BaseException | None) -> bool:
+        """Wait for room and append; False if the queue was closed instead."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) < self._depth)
+            if not self._closed:
+                self._items.append(item)
+                self._changed.notify_all()
+            return not self._closed
+
+    def get(self) -> Batch | BaseException | None:
+        """Wait for an item; None at the end of the data, and ever after."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._items)
+            if self._closed:
+                return None
+            item = self._items.popleft()
+            self._changed.notify_all()
+            return item
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+def _read_ahead(loader: Loader, epoch: int, start: int, queue: _Queue) -> None:
+    try:
+        for step in range(start, loader.sampler.steps):
+            if not queue.put(loader.read(epoch, step)):
+                return
+        queue.put(None)
+    except BaseException as error:  # whatever it is, the consumer is the one who can act on it
+        queue.put(error)
