@@ -1,0 +1,137 @@
+"""Reduce and copy: the arithmetic of collectives, for one dtype and operation at a time.
+
+`reduce` reads every source once, keeps the running value in registers and writes it to every destination, so
+a destination may be one of the sources. It works on groups of elements: *many* at a time where a target has wide
+loads, then *few*, then single ones. Low-precision floats are widened as they are loaded and rounded as they are
+stored, so a sum of p of them is rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels.portable import portable, primitive
+from kernels.primitives import load_word
+
+
+@primitive
+def load(address: int) -> Any:
+    """A group of elements, widened to the accumulator type."""
+    raise LookupError("load is bound to a dtype and a width")
+
+
+@primitive
+def store(address: int, group: Any) -> None:
+    """Round a group to the element type, to nearest even, and write it."""
+    raise LookupError("store is bound to a dtype and a width")
+
+
+@primitive
+def apply(left: Any, right: Any) -> Any:
+    """left op right. Minimum and maximum: NaN wins, and -0 is less than +0. Integers wrap. Booleans: sum is or, prod is and."""
+    raise LookupError("apply is bound to an operation")
+
+
+@primitive
+def premultiply(group: Any, scale: int) -> Any:
+    """premul_sum: an untouched contribution times the scale (the bits of a float64, or an integer); else the group itself."""
+    raise LookupError("premultiply is bound to an operation")
+
+
+@primitive
+def finish(group: Any, ranks: int) -> Any:
+    """avg: the sum over `ranks`, integers rounding towards zero; else the group itself."""
+    raise LookupError("finish is bound to an operation")
+
+
+@portable
+def reduce_group(dsts: int, ndst: int, srcs: int, nsrc: int, at: int, raw: int, final: int, scale: int) -> None:
+    """Reduce the group of elements that lies `at` bytes into every operand."""
+    group = load(load_word(srcs) + at)
+    if raw & 1:
+        group = premultiply(group, scale)
+    for s in range(1, nsrc):
+        other = load(load_word(srcs + 8 * s) + at)
+        if (raw >> s) & 1:
+            other = premultiply(other, scale)
+        group = apply(group, other)
+    if final != 0:
+        group = finish(group, final)
+    for d in range(ndst):
+        store(load_word(dsts + 8 * d) + at, group)
+
+
+@primitive
+def reduce_many(dsts: int, ndst: int, srcs: int, nsrc: int, at: int, raw: int, final: int, scale: int) -> None:
+    """`reduce_group`, `many()` elements wide."""
+    reduce_group(dsts, ndst, srcs, nsrc, at, raw, final, scale)
+
+
+@primitive
+def reduce_few(dsts: int, ndst: int, srcs: int, nsrc: int, at: int, raw: int, final: int, scale: int) -> None:
+    """`reduce_group`, `few()` elements wide."""
+    reduce_group(dsts, ndst, srcs, nsrc, at, raw, final, scale)
+
+
+@primitive
+def reduce_one(dsts: int, ndst: int, srcs: int, nsrc: int, at: int, raw: int, final: int, scale: int) -> None:
+    """`reduce_group`, one element wide."""
+    reduce_group(dsts, ndst, srcs, nsrc, at, raw, final, scale)
+
+
+@primitive
+def itemsize() -> int:
+    """Bytes per element."""
+    raise LookupError("itemsize is bound to a dtype")
+
+
+@primitive
+def many() -> int:
+    """Elements in the widest group."""
+    raise LookupError("many is bound to a target")
+
+
+@primitive
+def few() -> int:
+    """Elements in the middle group."""
+    raise LookupError("few is bound to a target")
+
+
+@primitive
+def alignment() -> int:
+    """The power of two that every address must be a multiple of for groups wider than one element."""
+    raise LookupError("alignment is bound to a target")
+
+
+@portable
+def aligned(operands: int, count: int) -> bool:
+    """Whether all of the `count` addresses at `operands` allow wide groups."""
+    bits = 0
+    for i in range(count):
+        bits |= load_word(operands + 8 * i)
+    return bits & (alignment() - 1) == 0
+
+
+@portable
+def reduce(
+    dsts: int, ndst: int, srcs: int, nsrc: int, count: int, raw: int, final: int, scale: int, lane: int, lanes: int
+) -> int:
+    """dst[i] = src0[i] op src1[i] op ... for every dst and i < count, in that order.
+
+    `dsts` and `srcs` point at arrays of addresses. Bit s of `raw`: source s is one rank's untouched contribution
+    (premul_sum scales it). `final`: the number of ranks, if the result holds all contributions (avg divides), else 0.
+    The `lanes` that run this together each take every lanes-th group.
+    """
+    start = 0
+    if aligned(dsts, ndst) and aligned(srcs, nsrc):
+        groups = count // many()
+        for g in range(lane, groups, lanes):
+            reduce_many(dsts, ndst, srcs, nsrc, g * many() * itemsize(), raw, final, scale)
+        start = groups * many()
+        groups = (count - start) // few()
+        for g in range(lane, groups, lanes):
+            reduce_few(dsts, ndst, srcs, nsrc, (start + g * few()) * itemsize(), raw, final, scale)
+        start += groups * few()
+    for i in range(start + lane, count, lanes):
+        reduce_one(dsts, ndst, srcs, nsrc, i * itemsize(), raw, final, scale)
+    return 0

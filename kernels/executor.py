@@ -1,0 +1,249 @@
+"""The executor: runs one rank's instruction list, on any target.
+
+It knows addresses, flags and counters, and nothing of collectives: what to move and whom to wait for are in the
+program's words, where things are is in the job, who the others are is in the link. All three are arrays of 64-bit
+words, laid out by the constants below, in memory that lives as long as the communicator.
+
+The executor is *resumable*: it keeps its place in the job, and when a flag does not come in about 50 ms it returns
+BLOCKED, so that its caller can look at signals, at its peers' health and at the clock, and call again.
+"""
+
+from __future__ import annotations
+
+from kernels.portable import portable
+from kernels.primitives import await_flag, combine, copy_bytes, load_word, raise_flag, store_word, sync
+
+# What execute returns.
+DONE = 0
+BLOCKED = 1
+DIFFERENT = 2  # the ranks' descriptors are not all equal to mine: nothing outside my own scratch was touched
+
+# Opcodes. The words that follow each are in `collectives/program.py`, which writes them.
+END, WAIT, SIGNAL, ENTER, MOVE = range(5)
+INPUT, OUTPUT, SCRATCH = range(3)
+
+# The link: one rank's view of its communicator. Words, of 8 bytes; "->" marks an address.
+LINK_RANK = 0
+LINK_SIZE = 1
+LINK_SLOTS = 2  # scratch is a ring of slots, one a slice
+LINK_SLOT_BYTES = 3
+LINK_SPINS = 4  # looks at a flag before yielding the core
+LINK_YIELDS = 5  # and before sleeping
+LINK_SCRATCH = 6  # -> address of each rank's scratch
+LINK_BOARDS = 7  # -> address of each rank's board: a ring of descriptors, PAGES of PAGE_BYTES
+LINK_FLAGS_IN = 8  # -> address of my flag from each rank, for channel 0
+LINK_FLAGS_OUT = 9  # -> address of my flag at each rank, for channel 0
+LINK_FLAGS_STRIDE = 10  # bytes from one channel's flags to the next one's
+LINK_COUNTERS = 11  # -> each channel's counters: COUNTERS + 2 * size words
+LINK_FINISHED = 12  # -> the number of calls that have ended, for others to see
+LINK_WORDS = 13
+
+COUNT_CALLS = 0  # collective calls that have ended
+COUNT_SLOT = 1  # the scratch slot of the next call's first slice
+COUNTERS = 2  # then, per rank: signals received in the calls that have ended; per rank: signals sent
+
+PAGES = 16  # descriptors that a board holds: the last calls of its rank
+PAGE_BYTES = 64
+DESCRIPTOR_WORDS = 7  # after the page's first word, the call's number, which is a flag
+
+# The job: one call's arguments, and the executor's place in it.
+JOB_LINK = 0  # ->
+JOB_CODE = 1  # -> the instruction list
+JOB_SLICES = 2
+JOB_STEP = 3  # elements of a chunk in one slice
+JOB_ITEMSIZE = 4
+JOB_CELL_BYTES = 5
+JOB_LENGTHS = 6  # -> elements of each chunk
+JOB_INPUTS = 7  # -> address of each rank's INPUT, as far as this rank may touch it
+JOB_OUTPUTS = 8
+JOB_IN_STARTS = 9  # -> first element of each position in INPUT
+JOB_OUT_STARTS = 10
+JOB_COMBINE = 11  # the reduction's address (CPU)
+JOB_SCALE = 12  # what premul_sum multiplies by
+JOB_RANKS = 13  # what avg divides by
+JOB_SIGNALS_IN = 14  # -> signals per slice from each rank
+JOB_OPERANDS = 15  # -> room for addresses: 2 * size + 2 words a channel
+JOB_DESCRIPTOR = 16  # DESCRIPTOR_WORDS words
+JOB_PLACE = JOB_DESCRIPTOR + DESCRIPTOR_WORDS  # for each channel: PLACE_WORDS words
+PLACE_PC = 0
+PLACE_SLICE = 1
+PLACE_PEER = 2  # whom this channel waits for
+PLACE_ENTERED = 3  # 0: not yet; 1: published; 2: everybody has
+PLACE_STATUS = 4
+PLACE_WORDS = 5
+
+
+@portable
+def part(length: int, start: int, step: int) -> int:
+    """Elements, of `length` in all, that lie in the part of `step` elements beginning at `start`."""
+    return max(0, min(length - start, step))
+
+
+@portable
+def locate(job: int, link: int, word: int, start: int, slot: int) -> int:
+    """The address that an operand's word stands for, in the slice that starts at element `start`."""
+    buffer = (word >> 56) & 3
+    rank = (word >> 32) & 0xFFFF
+    index = word & 0xFFFFFFFF
+    if buffer == SCRATCH:
+        base = load_word(load_word(link + 8 * LINK_SCRATCH) + 8 * rank)
+        return base + slot * load_word(link + 8 * LINK_SLOT_BYTES) + index * load_word(job + 8 * JOB_CELL_BYTES)
+    base = load_word(load_word(job + 8 * (JOB_INPUTS + buffer)) + 8 * rank)
+    first = load_word(load_word(job + 8 * (JOB_IN_STARTS + buffer)) + 8 * index)
+    return base + (first + start) * load_word(job + 8 * JOB_ITEMSIZE)
+
+
+@portable
+def move(
+    job: int, link: int, code: int, start: int, slot: int, channel: int, channels: int, lane: int, lanes: int
+) -> int:
+    """Run the Move whose words begin at `code`, on this channel's part of the slice. Returns the words it takes."""
+    flags = load_word(code + 16)
+    nsrc = load_word(code + 24)
+    ndst = load_word(code + 32)
+    itemsize = load_word(job + 8 * JOB_ITEMSIZE)
+    length = load_word(load_word(job + 8 * JOB_LENGTHS) + 8 * load_word(code + 8))
+    count = part(length, start, load_word(job + 8 * JOB_STEP))
+    # Channels take equal shares, multiples of 16 elements so that wide loads stay aligned.
+    share = ((count + channels - 1) // channels + 15) // 16 * 16
+    mine = part(count, channel * share, share)
+    if mine > 0:
+        srcs = load_word(job + 8 * JOB_OPERANDS) + 16 * channel * (load_word(link + 8 * LINK_SIZE) + 1)
+        dsts = srcs + 8 * nsrc
+        raw = 0
+        sync()  # the last Move's operands and results are done with
+        for i in range(nsrc + ndst):
+            word = load_word(code + 40 + 8 * i)
+            if lane == 0:
+                store_word(srcs + 8 * i, locate(job, link, word, start, slot) + channel * share * itemsize)
+            if i < nsrc:
+                raw |= ((word >> 62) & 1) << i
+        sync()
+        if nsrc == 1 and flags == 0:
+            src = load_word(srcs)
+            for d in range(ndst):
+                dst = load_word(dsts + 8 * d)
+                if dst != src:
+                    copy_bytes(dst, src, mine * itemsize, lane, lanes)
+        else:
+            final = load_word(job + 8 * JOB_RANKS) if flags & 1 else 0
+            scale = load_word(job + 8 * JOB_SCALE)
+            combine(load_word(job + 8 * JOB_COMBINE), dsts, ndst, srcs, nsrc, mine, raw, final, scale, lane, lanes)
+    return 5 + nsrc + ndst
+
+
+@portable
+def enter(job: int, link: int, place: int, call: int, channel: int) -> int:
+    """Publish this call's descriptor, wait for everybody's, compare. Returns DONE, BLOCKED or DIFFERENT."""
+    page = (call % PAGES) * PAGE_BYTES
+    boards = load_word(link + 8 * LINK_BOARDS)
+    if load_word(place + 8 * PLACE_ENTERED) == 0:
+        if channel == 0:
+            mine = load_word(boards + 8 * load_word(link + 8 * LINK_RANK)) + page
+            for i in range(DESCRIPTOR_WORDS):
+                store_word(mine + 8 + 8 * i, load_word(job + 8 * (JOB_DESCRIPTOR + i)))
+            raise_flag(mine, call)
+        store_word(place + 8 * PLACE_ENTERED, 1)
+        store_word(place + 8 * PLACE_PEER, 0)
+    size = load_word(link + 8 * LINK_SIZE)
+    for peer in range(load_word(place + 8 * PLACE_PEER), size):
+        store_word(place + 8 * PLACE_PEER, peer)
+        theirs = load_word(boards + 8 * peer) + page
+        if not await_flag(theirs, call, load_word(link + 8 * LINK_SPINS), load_word(link + 8 * LINK_YIELDS)):
+            return BLOCKED
+    store_word(place + 8 * PLACE_ENTERED, 2)
+    for peer in range(size):
+        theirs = load_word(boards + 8 * peer) + page
+        for i in range(DESCRIPTOR_WORDS):
+            if load_word(theirs + 8 + 8 * i) != load_word(job + 8 * (JOB_DESCRIPTOR + i)):
+                return DIFFERENT
+    return DONE
+
+
+@portable
+def wait(job: int, link: int, place: int, at: int, slice: int, counters: int, channel: int) -> int:
+    """The Wait whose words begin at `at`. Returns DONE or BLOCKED."""
+    peer = load_word(at + 8)
+    # A lag that reaches back before this call counts on the signals of the calls before it.
+    turns = (slice - load_word(at + 24)) * load_word(load_word(job + 8 * JOB_SIGNALS_IN) + 8 * peer)
+    target = load_word(counters + 8 * (COUNTERS + peer)) + turns + load_word(at + 16)
+    flag = load_word(load_word(link + 8 * LINK_FLAGS_IN) + 8 * peer) + channel * load_word(link + 8 * LINK_FLAGS_STRIDE)
+    store_word(place + 8 * PLACE_PEER, peer)
+    if await_flag(flag, target, load_word(link + 8 * LINK_SPINS), load_word(link + 8 * LINK_YIELDS)):
+        return DONE
+    return BLOCKED
+
+
+@portable
+def signal(link: int, at: int, counters: int, channel: int) -> None:
+    """The Signal whose words begin at `at`."""
+    peer = load_word(at + 8)
+    sent = counters + 8 * (COUNTERS + load_word(link + 8 * LINK_SIZE) + peer)
+    count = load_word(sent) + 1
+    store_word(sent, count)
+    flag = load_word(load_word(link + 8 * LINK_FLAGS_OUT) + 8 * peer)
+    raise_flag(flag + channel * load_word(link + 8 * LINK_FLAGS_STRIDE), count)
+
+
+@portable
+def execute(job: int, channel: int, channels: int, lane: int, lanes: int) -> int:
+    """Run the job's program, or go on with it. Returns DONE, BLOCKED (call again) or DIFFERENT (see `enter`).
+
+    Every lane of every channel calls this with the same job. Channels are copies of the program on separate parts of
+    the data, each with its own place, flags and counters; lanes share one channel's work.
+    """
+    link = load_word(job + 8 * JOB_LINK)
+    size = load_word(link + 8 * LINK_SIZE)
+    place = job + 8 * (JOB_PLACE + PLACE_WORDS * channel)
+    counters = load_word(link + 8 * LINK_COUNTERS) + 8 * (COUNTERS + 2 * size) * channel
+    calls = load_word(counters + 8 * COUNT_CALLS)
+    first = load_word(counters + 8 * COUNT_SLOT)
+    slots = load_word(link + 8 * LINK_SLOTS)
+    slices = load_word(job + 8 * JOB_SLICES)
+    step = load_word(job + 8 * JOB_STEP)
+    code = load_word(job + 8 * JOB_CODE)
+    pc = load_word(place + 8 * PLACE_PC)
+    slice = load_word(place + 8 * PLACE_SLICE)
+    while slice < slices:
+        at = code + 8 * pc
+        opcode = load_word(at)
+        if opcode == MOVE:
+            pc += move(job, link, at, slice * step, (first + slice) % slots, channel, channels, lane, lanes)
+        elif opcode == SIGNAL:
+            sync()
+            if lane == 0:
+                signal(link, at, counters, channel)
+            pc += 2
+        elif opcode == END:
+            pc = 0
+            slice += 1
+        else:
+            if lane == 0:
+                status = DONE
+                if opcode == WAIT:
+                    status = wait(job, link, place, at, slice, counters, channel)
+                elif slice == 0 and load_word(place + 8 * PLACE_ENTERED) < 2:
+                    status = enter(job, link, place, calls + 1, channel)
+                store_word(place + 8 * PLACE_PC, pc)
+                store_word(place + 8 * PLACE_SLICE, slice)
+                store_word(place + 8 * PLACE_STATUS, status)
+            sync()
+            status = load_word(place + 8 * PLACE_STATUS)
+            sync()
+            if status != DONE:
+                return status
+            pc += 4 if opcode == WAIT else 1
+    sync()
+    if lane == 0:
+        for peer in range(size):
+            received = counters + 8 * (COUNTERS + peer)
+            turns = slices * load_word(load_word(job + 8 * JOB_SIGNALS_IN) + 8 * peer)
+            store_word(received, load_word(received) + turns)
+        store_word(counters + 8 * COUNT_CALLS, calls + 1)
+        store_word(counters + 8 * COUNT_SLOT, (first + slices) % slots)
+        store_word(place + 8 * PLACE_PC, 0)
+        store_word(place + 8 * PLACE_SLICE, 0)
+        store_word(place + 8 * PLACE_ENTERED, 0)
+        if channel == 0:
+            store_word(load_word(link + 8 * LINK_FINISHED), calls + 1)
+    return DONE

@@ -1,0 +1,92 @@
+"""The few things that hardware does differently: atomics, waiting, wide loads. Here are their names, what they
+mean, and their Python bodies; `kernels/targets/` has the CPU's and CUDA's.
+
+Every address and value is a 64-bit integer. A *flag* is a 32-bit counter alone on a 64-byte line, written by
+one side only; the next 32 bits count the waiters asleep on it (CPU). Flags wrap around: they are compared
+by signed difference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+from kernels.portable import portable, primitive
+
+
+@primitive
+def load_word(address: int) -> int:
+    """The 64-bit word at `address`."""
+    return ctypes.c_int64.from_address(address).value
+
+
+@primitive
+def store_word(address: int, value: int) -> None:
+    """Write a 64-bit word."""
+    ctypes.c_int64.from_address(address).value = value
+
+
+@primitive
+def load_acquire(flag: int) -> int:
+    """The flag's value, 0 to 2**32 - 1. What its writer did before `raise_flag` is visible afterwards."""
+    return ctypes.c_uint32.from_address(flag).value
+
+
+@primitive
+def raise_flag(flag: int, value: int) -> None:
+    """Give the flag a new value (modulo 2**32) after everything this rank has done so far, and wake its waiters."""
+    ctypes.c_uint32.from_address(flag).value = value & 0xFFFFFFFF
+
+
+@primitive
+def doze(round: int, flag: int, seen: int, spins: int, yields: int) -> bool:
+    """Pass the time between two looks at `flag`, whose value was `seen`: spin first, then yield, then sleep.
+
+    `round` counts the looks. False says that about 50 ms have gone by in sleep: time to report back.
+    """
+    if round < spins + yields:
+        time.sleep(0)
+        return True
+    time.sleep(0.0002)
+    return round % 250 != 0
+
+
+@primitive
+def sync() -> None:
+    """Wait for the other lanes of this channel. One lane needs none."""
+
+
+@primitive
+def copy_bytes(dst: int, src: int, nbytes: int, lane: int, lanes: int) -> None:
+    """Copy `nbytes` between places that are the same or do not overlap; the lanes share the work."""
+    if lane == 0:
+        ctypes.memmove(dst, src, nbytes)
+
+
+@primitive
+def combine(
+    function: int, dsts: int, ndst: int, srcs: int, nsrc: int,
+    count: int, raw: int, final: int, scale: int, lane: int, lanes: int,
+) -> None:  # fmt: skip
+    """Reduce `nsrc` sources of `count` elements into `ndst` destinations: `kernels.elementwise.reduce` for one dtype
+    and operation, which the target looks up in `function` or was compiled for."""
+    raise LookupError("combine has no meaning of its own: bind it to a reduction")
+
+
+@portable
+def reached(value: int, target: int) -> bool:
+    """Whether a counter that wraps at 2**32 has come to `target`."""
+    return ((value - target) & 0xFFFFFFFF) < 0x80000000
+
+
+@portable
+def await_flag(flag: int, target: int, spins: int, yields: int) -> bool:
+    """Wait until the flag reaches `target`. False: it has not, in about 50 ms."""
+    round = 0
+    while True:
+        seen = load_acquire(flag)
+        if reached(seen, target):
+            return True
+        if not doze(round, flag, seen, spins, yields):
+            return False
+        round += 1

@@ -1,0 +1,1 @@
+"""What each target is made of: the CPU through Numba and LLVM, CUDA through numba-cuda, and plain Python."""

@@ -1,0 +1,345 @@
+"""The CPU: bodies for the primitives, and compiling to object code through Numba.
+
+Imported only when something has to be compiled; a process that finds its functions in the cache
+(`kernels/native.py`) never loads Numba.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.datamodel import PrimitiveModel
+from numba.core.extending import intrinsic, register_model
+
+from kernels import elementwise, executor, progress
+from kernels.dtypes import DType, find
+from kernels.portable import bind
+from kernels.targets.vector import Group
+
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the PRIVATE ones: the words are shared between processes
+_SLEEP_NS = 50_000_000
+
+
+def _emit(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Numba's code generator out of a function (builder, *values) that returns a value, or None for none."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        result = generate(builder, *args)
+        return context.get_dummy_value() if result is None else result
+
+    return codegen
+
+
+def _function(
+    builder: ir.IRBuilder, name: str, returns: ir.Type, *arguments: ir.Type, var_arg: bool = False
+) -> ir.Function:
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(returns, arguments, var_arg=var_arg), name)
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, type_: ir.Type) -> ir.Value:
+    return builder.inttoptr(address, type_.as_pointer())
+
+
+@intrinsic
+def load_word(typing, address):  # type: ignore[no-untyped-def]
+    return types.int64(types.int64), _emit(lambda b, address: b.load(_pointer(b, address, _I64)))
+
+
+@intrinsic
+def store_word(typing, address, value):  # type: ignore[no-untyped-def]
+    def generate(b, address, value):  # type: ignore[no-untyped-def]
+        b.store(value, _pointer(b, address, _I64))
+
+    return types.none(types.int64, types.int64), _emit(generate)
+
+
+@intrinsic
+def load_acquire(typing, flag):  # type: ignore[no-untyped-def]
+    def generate(b, flag):  # type: ignore[no-untyped-def]
+        return b.zext(b.load_atomic(_pointer(b, flag, _I32), ordering="acquire", align=4), _I64)
+
+    return types.int64(types.int64), _emit(generate)
+
+
+def _read_modify_write(operation: str) -> Any:
+    def generate(b, address, value):  # type: ignore[no-untyped-def]
+        old = b.atomic_rmw(operation, _pointer(b, address, _I32), b.trunc(value, _I32), "seq_cst")
+        return b.zext(old, _I64)
+
+    return types.int64(types.int64, types.int64), _emit(generate)
+
+
+@intrinsic
+def exchange(typing, address, value):  # type: ignore[no-untyped-def]
+    return _read_modify_write("xchg")
+
+
+@intrinsic
+def add(typing, address, value):  # type: ignore[no-untyped-def]
+    return _read_modify_write("add")
+
+
+@intrinsic
+def pause(typing):  # type: ignore[no-untyped-def]
+    def generate(b):  # type: ignore[no-untyped-def]
+        if platform.machine() == "x86_64":
+            b.call(_function(b, "llvm.x86.sse2.pause", ir.VoidType()), [])
+        else:
+            b.call(_function(b, "llvm.aarch64.hint", ir.VoidType(), _I32), [ir.Constant(_I32, 1)])
+
+    return types.none(), _emit(generate)
+
+
+@intrinsic
+def yield_core(typing):  # type: ignore[no-untyped-def]
+    return types.none(), _emit(lambda b: b.call(_function(b, "sched_yield", _I32), []) and None)
+
+
+def _futex(b: ir.IRBuilder, flag: ir.Value, operation: int, value: ir.Value, timeout: ir.Value) -> ir.Value:
+    zero = ir.Constant(_I64, 0)
+    syscall = _function(b, "syscall", _I64, _I64, var_arg=True)
+    return b.call(syscall, [ir.Constant(_I64, _FUTEX), flag, ir.Constant(_I64, operation), value, timeout, zero, zero])
+
+
+@intrinsic
+def futex_wait(typing, flag, seen):  # type: ignore[no-untyped-def]
+    def generate(b, flag, seen):  # type: ignore[no-untyped-def]
+        timeout = cgutils.alloca_once(b, ir.ArrayType(_I64, 2))
+        b.store(ir.Constant(ir.ArrayType(_I64, 2), [0, _SLEEP_NS]), timeout)
+        return _futex(b, flag, _FUTEX_WAIT, seen, b.ptrtoint(timeout, _I64))
+
+    return types.int64(types.int64, types.int64), _emit(generate)
+
+
+@intrinsic
+def futex_wake(typing, flag):  # type: ignore[no-untyped-def]
+    def generate(b, flag):  # type: ignore[no-untyped-def]
+        return _futex(b, flag, _FUTEX_WAKE, ir.Constant(_I64, 2**31 - 1), ir.Constant(_I64, 0))
+
+    return types.int64(types.int64), _emit(generate)
+
+
+@intrinsic
+def move_memory(typing, dst, src, nbytes):  # type: ignore[no-untyped-def]
+    def generate(b, dst, src, nbytes):  # type: ignore[no-untyped-def]
+        dst, src = _pointer(b, dst, _I8), _pointer(b, src, _I8)
+        memcpy = b.module.declare_intrinsic("llvm.memcpy", [dst.type, src.type, _I64])
+        b.call(memcpy, [dst, src, nbytes, ir.Constant(ir.IntType(1), 0)])
+
+    return types.none(types.int64, types.int64, types.int64), _emit(generate)
+
+
+@intrinsic
+def call_reduction(typing, function, dsts, ndst, srcs, nsrc, count, raw, final, scale, lane, lanes):  # type: ignore[no-untyped-def]
+    def generate(b, function, *arguments):  # type: ignore[no-untyped-def]
+        # Numba's own calling convention: status f(result*, exception**, arguments...).
+        result, error = cgutils.alloca_once(b, _I64), cgutils.alloca_once(b, _I8.as_pointer())
+        places = [_I64.as_pointer(), _I8.as_pointer().as_pointer()]
+        type_ = ir.FunctionType(_I32, places + [_I64] * len(arguments))
+        b.call(_pointer(b, function, type_), [result, error, *arguments])
+
+    return types.none(*[types.int64] * 11), _emit(generate)
+
+
+_jit = njit(nogil=True, error_model="numpy")
+
+
+@_jit
+def sync():  # type: ignore[no-untyped-def]
+    return None
+
+
+@_jit
+def copy_bytes(dst, src, nbytes, lane, lanes):  # type: ignore[no-untyped-def]
+    move_memory(dst, src, nbytes)
+
+
+@_jit
+def raise_flag(flag, value):  # type: ignore[no-untyped-def]
+    # The exchange is a full fence between the new value and the look at the waiters, whose own fence is `add`.
+    exchange(flag, value)
+    if load_acquire(flag + 4) != 0:
+        futex_wake(flag)
+
+
+@_jit
+def doze(round, flag, seen, spins, yields):  # type: ignore[no-untyped-def]
+    if round < spins:
+        pause()
+        return True
+    if round < spins + yields:
+        yield_core()
+        return True
+    add(flag + 4, 1)
+    awake = True
+    if load_acquire(flag) == seen:
+        awake = futex_wait(flag, seen) == 0 or load_acquire(flag) != seen
+    add(flag + 4, -1)
+    return awake
+
+
+PRIMITIVES = {
+    "load_word": load_word,
+    "store_word": store_word,
+    "load_acquire": load_acquire,
+    "raise_flag": raise_flag,
+    "doze": doze,
+    "sync": sync,
+    "copy_bytes": copy_bytes,
+    "combine": call_reduction,
+}
+
+
+class _Vector(types.Type):
+    """A group of elements in registers."""
+
+    def __init__(self, llvm_type: ir.Type) -> None:
+        self.llvm_type = llvm_type
+        super().__init__(name=f"vector {llvm_type}")
+
+
+@register_model(_Vector)
+class _VectorModel(PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: _Vector) -> None:
+        super().__init__(dmm, fe_type, fe_type.llvm_type)
+
+
+def _group_bodies(group: Group) -> dict[str, Any]:
+    """The primitives of `elementwise.reduce_group` for one kind of group."""
+    vector = _Vector(group.type)
+
+    @intrinsic
+    def load(typing, address):  # type: ignore[no-untyped-def]
+        return vector(types.int64), lambda context, builder, signature, args: group.load(builder, *args)
+
+    @intrinsic
+    def store(typing, address, value):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            group.store(builder, *args)
+            return context.get_dummy_value()
+
+        return types.none(types.int64, vector), codegen
+
+    @intrinsic
+    def apply(typing, left, right):  # type: ignore[no-untyped-def]
+        return vector(vector, vector), lambda context, builder, signature, args: group.apply(builder, *args)
+
+    @intrinsic
+    def premultiply(typing, value, scale):  # type: ignore[no-untyped-def]
+        return vector(vector, types.int64), lambda context, builder, signature, args: group.premultiply(builder, *args)
+
+    @intrinsic
+    def finish(typing, value, ranks):  # type: ignore[no-untyped-def]
+        return vector(vector, types.int64), lambda context, builder, signature, args: group.finish(builder, *args)
+
+    return {"load": load, "store": store, "apply": apply, "premultiply": premultiply, "finish": finish}
+
+
+def _constant(value: int) -> Any:
+    @_jit
+    def constant():  # type: ignore[no-untyped-def]
+        return value
+
+    return constant
+
+
+def _reduction(dtype: DType, operation: str) -> dict[str, Any]:
+    """The primitives of `elementwise.reduce` for one dtype and operation."""
+    accumulator = 4 if dtype.accumulator == "float32" else dtype.itemsize
+    widths = {"reduce_many": max(8, 256 // accumulator), "reduce_few": max(2, 32 // accumulator), "reduce_one": 1}
+    bodies: dict[str, Any] = {
+        "load_word": load_word,
+        "itemsize": _constant(dtype.itemsize),
+        "alignment": _constant(1),
+        "many": _constant(widths["reduce_many"]),
+        "few": _constant(widths["reduce_few"]),
+    }
+    for name, width in widths.items():
+        group = _group_bodies(Group(dtype, operation, width, align=1))
+        bodies[name] = bind(elementwise.reduce_group, {**group, "load_word": load_word}, _jit)
+    return bodies
+
+
+def compile_function(name: str) -> bytes:
+    """Object code of `execute`, `serve`, `submit`, `complete`, `settle` or `reduce-<dtype>-<operation>` for this processor.
+
+    It holds two symbols to use: `native`, in Numba's calling convention, and `python`, a METH_FASTCALL function.
+    """
+    if name.startswith("reduce-"):
+        _, dtype, operation = name.split("-")
+        source, bodies = elementwise.reduce, _reduction(find(dtype), operation)
+    else:
+        source, bodies = getattr(executor if name == "execute" else progress, name), PRIMITIVES
+    inner = bind(source, bodies, _jit).py_func
+    signature = types.int64(*[types.int64] * inner.__code__.co_argcount)
+    compiled = njit(signature, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(inner)
+    result = compiled.overloads[signature.args]
+    native = result.fndesc.llvm_func_name
+    text = result.library.get_llvm_str() + _python_wrapper(native, inner.__code__.co_argcount)
+    module = llvm.parse_assembly(text)
+    module.verify()
+    foreign = {f.name for f in module.functions if f.is_declaration} - _KNOWN
+    foreign = {f for f in foreign if not f.startswith("llvm.")}
+    if foreign:
+        raise RuntimeError(f"kernel {name} calls {', '.join(sorted(foreign))}, which only Numba provides")
+    module.get_function(native).name = "native"
+    return result.library.codegen._tm.emit_object(module)
+
+
+_COMPLAINT = "number of integer arguments expected: "
+# What compiled kernels may call: libc and CPython's stable interface, nothing that only Numba provides.
+_KNOWN = {"memcpy", "syscall", "sched_yield", "PyLong_AsLongLong", "PyLong_FromLongLong", "PyErr_Occurred"}
+_KNOWN |= {"PyErr_SetString", "PyEval_SaveThread", "PyEval_RestoreThread"}
+
+
+def _python_wrapper(native: str, count: int) -> str:
+    """LLVM text of `python`: integers from Python, the GIL released, `native` called, an integer back."""
+    loads = "".join(
+        f"""
+  %p{i} = getelementptr ptr, ptr %args, i64 {i}
+  %o{i} = load ptr, ptr %p{i}
+  %a{i} = call i64 @PyLong_AsLongLong(ptr %o{i})"""
+        for i in range(count)
+    )
+    arguments = "".join(f", i64 %a{i}" for i in range(count))
+    return f"""
+@complaint = private constant [{len(_COMPLAINT) + 4} x i8] c"{_COMPLAINT}{count:03d}\\00"
+@PyExc_TypeError = external global ptr
+declare i64 @PyLong_AsLongLong(ptr)
+declare ptr @PyLong_FromLongLong(i64)
+declare ptr @PyErr_Occurred()
+declare void @PyErr_SetString(ptr, ptr)
+declare ptr @PyEval_SaveThread()
+declare void @PyEval_RestoreThread(ptr)
+define ptr @python(ptr %self, ptr %args, i64 %count) {{
+  %enough = icmp eq i64 %count, {count}
+  br i1 %enough, label %parse, label %refuse
+refuse:
+  %kind = load ptr, ptr @PyExc_TypeError
+  call void @PyErr_SetString(ptr %kind, ptr @complaint)
+  ret ptr null
+parse:{loads}
+  %error = call ptr @PyErr_Occurred()
+  %fine = icmp eq ptr %error, null
+  br i1 %fine, label %run, label %fail
+fail:
+  ret ptr null
+run:
+  %result = alloca i64
+  %exception = alloca ptr
+  %thread = call ptr @PyEval_SaveThread()
+  %status = call i32 @{native}(ptr %result, ptr %exception{arguments})
+  call void @PyEval_RestoreThread(ptr %thread)
+  %value = load i64, ptr %result
+  %object = call ptr @PyLong_FromLongLong(i64 %value)
+  ret ptr %object
+}}
+"""

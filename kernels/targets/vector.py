@@ -1,0 +1,202 @@
+"""LLVM code for groups of elements, shared by the CPU and CUDA: load and widen, combine, round and store.
+
+A group of `width` elements is one LLVM vector of the accumulator type (complex numbers: their real and imaginary
+parts side by side). Only constructs that every LLVM since version 7 knows are used, because NVVM is that old.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from kernels.dtypes import DType
+
+_I64 = ir.IntType(64)
+_FLOATS = {2: ir.HalfType(), 4: ir.FloatType(), 8: ir.DoubleType()}
+
+
+@dataclass(frozen=True)
+class Group:
+    """`width` elements of one dtype under one operation."""
+
+    dtype: DType
+    operation: str
+    width: int
+    align: int  # bytes that an address is known to be a multiple of
+
+    @property
+    def floating(self) -> bool:
+        """Whether the accumulator is a float, or a pair of them."""
+        return self.dtype.kind in ("float", "complex")
+
+    @property
+    def lanes(self) -> int:
+        """Numbers in the LLVM vector."""
+        return self.width * (2 if self.dtype.kind == "complex" else 1)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one number in memory."""
+        return self.dtype.itemsize // (2 if self.dtype.kind == "complex" else 1)
+
+    @property
+    def type(self) -> ir.Type:
+        """The group in registers."""
+        if self.floating:
+            return self._vector(_FLOATS[max(4, self.bytes)])
+        return self._vector(ir.IntType(8 * self.bytes))
+
+    def _vector(self, scalar: ir.Type) -> ir.VectorType:
+        return ir.VectorType(scalar, self.lanes)
+
+    def _all(self, scalar: ir.Type, value: int | float) -> ir.Constant:
+        return ir.Constant(self._vector(scalar), [ir.Constant(scalar, value)] * self.lanes)
+
+    def _splat(self, b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+        vector = self._vector(value.type)
+        single = b.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [ir.Constant(ir.IntType(32), 0)] * self.lanes)
+        return b.shuffle_vector(single, ir.Constant(vector, ir.Undefined), mask)
+
+    # Memory
+
+    def load(self, b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        """Read the group at `address` and widen it."""
+        name = self.dtype.name
+        if self.dtype.accumulator == name:
+            return b.load(b.inttoptr(address, self.type.as_pointer()), align=self.align)
+        word = ir.IntType(8 * self.bytes)
+        bits = b.load(b.inttoptr(address, self._vector(word).as_pointer()), align=self.align)
+        i16, i32, f32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
+        if name == "float16":
+            return b.fpext(b.bitcast(bits, self._vector(ir.HalfType())), self._vector(f32))
+        if name == "bfloat16":
+            wide = b.shl(b.zext(bits, self._vector(i32)), self._all(i32, 16))
+            return b.bitcast(wide, self._vector(f32))
+        if name == "float8_e5m2":  # the upper byte of a float16
+            half = b.shl(b.zext(bits, self._vector(i16)), self._all(i16, 8))
+            return b.fpext(b.bitcast(half, self._vector(ir.HalfType())), self._vector(f32))
+        # float8_e4m3fn: exponent and fraction put where float32 has them, then the exponent's bias corrected.
+        wide = b.zext(bits, self._vector(i32))
+        magnitude = b.and_(wide, self._all(i32, 0x7F))
+        value = b.bitcast(b.shl(magnitude, self._all(i32, 20)), self._vector(f32))
+        value = b.fmul(value, self._all(f32, 2.0**120))
+        sign = b.shl(b.and_(wide, self._all(i32, 0x80)), self._all(i32, 24))
+        number = b.or_(b.bitcast(value, self._vector(i32)), sign)
+        nan = b.icmp_unsigned("==", magnitude, self._all(i32, 0x7F))
+        number = b.select(nan, b.or_(sign, self._all(i32, 0x7FC00000)), number)
+        return b.bitcast(number, self._vector(f32))
+
+    def store(self, b: ir.IRBuilder, address: ir.Value, group: ir.Value) -> None:
+        """Round the group to nearest even and write it to `address`."""
+        name = self.dtype.name
+        if self.dtype.accumulator != name:
+            if name == "float16":
+                group = b.fptrunc(group, self._vector(ir.HalfType()))
+            elif name == "bfloat16":
+                group = self._round_bfloat16(b, group)
+            elif name == "float8_e5m2":
+                group = self._round_float8(b, group, fraction=2, bias=15, overflow=0x7C, nan=0x7E)
+            else:
+                group = self._round_float8(b, group, fraction=3, bias=7, overflow=0x7F, nan=0x7F)
+        b.store(group, b.inttoptr(address, group.type.as_pointer()), align=self.align)
+
+    def _round_bfloat16(self, b: ir.IRBuilder, group: ir.Value) -> ir.Value:
+        i16, i32 = ir.IntType(16), ir.IntType(32)
+        bits = b.bitcast(group, self._vector(i32))
+        upper = b.lshr(bits, self._all(i32, 16))
+        rounded = b.add(bits, b.add(self._all(i32, 0x7FFF), b.and_(upper, self._all(i32, 1))))
+        nan = b.fcmp_unordered("uno", group, group)
+        quiet = b.or_(upper, self._all(i32, 0x40))
+        return b.trunc(b.select(nan, quiet, b.lshr(rounded, self._all(i32, 16))), self._vector(i16))
+
+    def _round_float8(
+        self, b: ir.IRBuilder, group: ir.Value, fraction: int, bias: int, overflow: int, nan: int
+    ) -> ir.Value:
+        """What would round to more than the largest number becomes `overflow` (infinity or NaN), as ml_dtypes has it."""
+        i8, i32, f32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
+        ints, floats = self._vector(i32), self._vector(f32)
+        bits = b.bitcast(group, ints)
+        magnitude = b.and_(bits, self._all(i32, 0x7FFFFFFF))
+        size = b.bitcast(magnitude, floats)
+        drop = 23 - fraction
+        odd = b.and_(b.lshr(magnitude, self._all(i32, drop)), self._all(i32, 1))
+        normal = b.add(magnitude, b.add(self._all(i32, (1 << (drop - 1)) - 1), odd))
+        normal = b.sub(b.lshr(normal, self._all(i32, drop)), self._all(i32, (127 - bias) << fraction))
+        # Below the smallest normal number, float32's own addition rounds at the last place of this constant.
+        anchor = self._all(f32, 2.0 ** (1 - bias - fraction + 23))
+        tiny = b.sub(b.bitcast(b.fadd(size, anchor), ints), b.bitcast(anchor, ints))
+        small = b.fcmp_ordered("<", size, self._all(f32, 2.0 ** (1 - bias)))
+        result = b.select(small, tiny, normal)
+        limit = self._all(i32, overflow)
+        result = b.select(b.icmp_signed(">", result, limit), limit, result)
+        result = b.select(b.fcmp_unordered("uno", group, group), self._all(i32, nan), result)
+        sign = b.and_(b.lshr(bits, self._all(i32, 24)), self._all(i32, 0x80))
+        return b.trunc(b.or_(result, sign), self._vector(i8))
+
+    # Arithmetic
+
+    def apply(self, b: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
+        """left op right."""
+        op = "sum" if self.operation in ("avg", "premul_sum") else self.operation
+        if self.dtype.kind == "bool":
+            return b.or_(left, right) if op in ("sum", "max") else b.and_(left, right)
+        if op == "sum":
+            return b.fadd(left, right) if self.floating else b.add(left, right)
+        if op == "prod":
+            if self.dtype.kind == "complex":
+                return self._complex_product(b, left, right)
+            return b.fmul(left, right) if self.floating else b.mul(left, right)
+        if not self.floating:
+            compare = b.icmp_signed if self.dtype.kind == "int" else b.icmp_unsigned
+            return b.select(compare("<" if op == "min" else ">", left, right), left, right)
+        return self._float_extremum(b, op, left, right)
+
+    def _float_extremum(self, b: ir.IRBuilder, op: str, left: ir.Value, right: ir.Value) -> ir.Value:
+        ints = self._vector(ir.IntType(8 * max(4, self.bytes)))
+        chosen = b.select(b.fcmp_ordered("<" if op == "min" else ">", left, right), left, right)
+        # Equal values have equal bits but for the sign of zero: min keeps a minus, max drops it.
+        merge = b.or_ if op == "min" else b.and_
+        same = b.bitcast(merge(b.bitcast(left, ints), b.bitcast(right, ints)), self.type)
+        chosen = b.select(b.fcmp_ordered("==", left, right), same, chosen)
+        return b.select(b.fcmp_unordered("uno", left, right), b.fadd(left, right), chosen)
+
+    def _complex_product(self, b: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
+        i32 = ir.IntType(32)
+        undefined = ir.Constant(self.type, ir.Undefined)
+
+        def shuffle(value: ir.Value, pick: list[int]) -> ir.Value:
+            return b.shuffle_vector(
+                value, undefined, ir.Constant(ir.VectorType(i32, self.lanes), [ir.Constant(i32, i) for i in pick])
+            )
+
+        real = shuffle(left, [i - i % 2 for i in range(self.lanes)])
+        imaginary = shuffle(left, [i - i % 2 + 1 for i in range(self.lanes)])
+        swapped = shuffle(right, [i ^ 1 for i in range(self.lanes)])
+        scalar = _FLOATS[self.bytes]
+        signs = ir.Constant(self.type, [ir.Constant(scalar, -1.0 if i % 2 == 0 else 1.0) for i in range(self.lanes)])
+        return b.fadd(b.fmul(real, right), b.fmul(b.fmul(imaginary, swapped), signs))
+
+    def premultiply(self, b: ir.IRBuilder, group: ir.Value, scale: ir.Value) -> ir.Value:
+        """The group times `scale`: an i64 that holds the bits of a double, or an integer."""
+        if self.operation != "premul_sum":
+            return group
+        if self.floating:
+            return b.fmul(group, self._splat(b, self._double(b, b.bitcast(scale, ir.DoubleType()))))
+        return b.mul(group, self._splat(b, self._integer(b, scale)))
+
+    def finish(self, b: ir.IRBuilder, group: ir.Value, ranks: ir.Value) -> ir.Value:
+        """The group divided by `ranks`, an i64."""
+        if self.operation != "avg":
+            return group
+        if self.floating:
+            return b.fdiv(group, self._splat(b, b.sitofp(ranks, self.type.element)))
+        divide = b.sdiv if self.dtype.kind == "int" else b.udiv
+        return divide(group, self._splat(b, self._integer(b, ranks)))
+
+    def _double(self, b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+        return value if self.type.element == value.type else b.fptrunc(value, self.type.element)
+
+    def _integer(self, b: ir.IRBuilder, value: ir.Value) -> ir.Value:
+        return value if self.type.element == _I64 else b.trunc(value, self.type.element)
