@@ -1,0 +1,44 @@
+"""Algorithm and bus bandwidth, as nccl-tests defines them (doc/PERFORMANCE.md there).
+
+Algorithm bandwidth is size over time. Bus bandwidth multiplies it by what each link must carry at least, so that it
+can be held against the hardware's, whatever the number of ranks: an all-reduce sends each of the p ranks' bytes at
+least 2(p - 1)/p times.
+"""
+
+from __future__ import annotations
+
+
+def bus_factor(collective: str, ranks: int) -> float:
+    """Bus bandwidth over algorithm bandwidth; KeyError for a collective that nccl-tests does not define."""
+    per_rank = (ranks - 1) / ranks
+    return {
+        "all_reduce": 2 * per_rank,
+        "all_gather": per_rank,
+        "reduce_scatter": per_rank,
+        "all_to_all": per_rank,
+        "gather": per_rank,
+        "scatter": per_rank,
+        "broadcast": 1.0,
+        "reduce": 1.0,
+        "send_recv": 1.0,
+    }[collective]
+
+
+def algorithm_bandwidth(nbytes: int, microseconds: float) -> float:
+    """GB/s (10**9 bytes a second). For all-gather, reduce-scatter and their like `nbytes` is all ranks' together."""
+    return nbytes / microseconds / 1e3
+
+
+def bus_bandwidth(collective: str, ranks: int, nbytes: int, microseconds: float) -> float:
+    """GB/s that each link carries at least."""
+    return algorithm_bandwidth(nbytes, microseconds) * bus_factor(collective, ranks)
+
+
+def memory_limit(addition_microseconds: float) -> float:
+    """Microseconds that an all-reduce of N bytes in one shared memory takes at least, at the speed of `a += b`.
+
+    Each rank reads its share of every input and writes it to every output: 2pN bytes for all p ranks. The yardstick is
+    an addition that all ranks run at the same time, each on the two halves of its own N bytes: it reads and writes
+    3N/2 bytes a rank, and its data are as large, and as near in the caches, as the all-reduce's.
+    """
+    return addition_microseconds * 2 / 1.5

@@ -1,0 +1,46 @@
+"""Message sizes: 8, 4K, 128M, and the sweep from one to another."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes that `text` stands for: a whole number and, if wanted, K, M or G, which are powers of 1024.
+
+    Raises argparse.ArgumentTypeError, which argparse turns into a usage message.
+    """
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip().upper().replace("I", "i"))
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give a whole number of bytes, or one with K, M or G")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def format_size(nbytes: int) -> str:
+    """The shortest exact form: 128M, 1K, 1000."""
+    for unit in "GMK":
+        if nbytes and nbytes % _UNITS[unit] == 0:
+            return f"{nbytes // _UNITS[unit]}{unit}"
+    return str(nbytes)
+
+
+def sweep(first: int, last: int, *, factor: float | None = None, step: int | None = None) -> Iterator[int]:
+    """Sizes from `first` to at most `last` bytes, each `factor` times the one before, or `step` bytes more.
+
+    Raises ValueError for a sweep that would never end.
+    """
+    if step is not None:
+        if step <= 0:
+            raise ValueError(f"a step of {step} bytes never gets to {last}: it must be positive")
+        yield from range(first, last + 1, step)
+        return
+    if factor is None or factor <= 1:
+        raise ValueError(f"a factor of {factor} never gets to {last} bytes: it must be above 1")
+    size = first
+    while size <= last:
+        yield size
+        size = max(size + 1, int(size * factor))

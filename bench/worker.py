@@ -1,0 +1,174 @@
+"""One rank of a crew: it sleeps on its socket, and takes samples when the conductor asks for them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import candidates, inputs
+from bench.crew import ADDRESS, RANK, Message
+from bench.pace import Pace
+
+
+def main() -> None:
+    """`python -m bench.worker ENGINE RANKS FOLDER`, for every engine but ours."""
+    name, ranks, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    rank = int(os.environ.get(RANK, 0))
+    engine: candidates.Engine
+    if name == "gloo":
+        engine = candidates.Gloo(rank, ranks, folder)
+    elif name == candidates.LIMIT:
+        engine = candidates.Addition(rank)
+    else:
+        engine = candidates.Mpi()
+    serve(engine)
+
+
+def serve_ours(comm: Any) -> None:
+    """What `collectives.spawn` runs in each of our ranks."""
+    serve(candidates.Collectives(comm))
+
+
+def serve(engine: candidates.Engine) -> None:
+    """Answer the conductor until it closes the socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(os.environ[ADDRESS])
+        _say(connection, {"rank": engine.rank, "version": engine.version})
+        line, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
+        if not line:
+            return  # the crew was given up
+        welcome = json.loads(line)
+        pin(welcome["cpu"])
+        track = mmap.mmap(descriptors[0], 0)
+        os.close(descriptors[0])
+        rank = _Rank(engine, Pace(track, engine.rank, welcome["ranks"], lambda: _closed(connection)), welcome["ranks"])
+        with connection.makefile("rb") as requests:
+            for request in requests:
+                try:
+                    answer = rank.answer(json.loads(request))
+                except Exception:
+                    answer = {"error": traceback.format_exc()}
+                try:
+                    _say(connection, {"rank": engine.rank, **answer})
+                except BrokenPipeError:
+                    break
+    engine.close()
+
+
+def pin(cpu: int) -> None:
+    """Keep every thread of this process on one core, those that a library has started too."""
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            os.sched_setaffinity(int(thread.name), {cpu})
+        except ProcessLookupError:
+            pass  # it has just ended
+
+
+class _Rank:
+    """Answers requests, each a method here."""
+
+    def __init__(self, engine: candidates.Engine, pace: Pace, ranks: int) -> None:
+        self._engine = engine
+        self._pace = pace
+        self._ranks = ranks
+        self._memory: dict[str, tuple[inputs.Array, inputs.Array]] = {}
+        self._blocks: dict[tuple[str, str], tuple[inputs.Array, inputs.Array]] = {}
+
+    def answer(self, request: Message) -> Message:
+        """Do what is asked."""
+        if request["do"] == "allocate":
+            return self._allocate(**request["with"])
+        if request["do"] == "ping":
+            return {"ns": self._pace.round_trip(**request["with"])}
+        return self._sample(**request["with"])
+
+    def _allocate(self, memory: str, nbytes: int) -> Message:
+        """An input and an output of the largest size, every page of them touched."""
+        x, out = (self._engine.allocate(nbytes, memory) for _ in range(2))
+        x[:] = 0
+        out[:] = 0
+        self._memory[memory] = x, out
+        return {}
+
+    def _sample(
+        self,
+        candidate: Message,
+        count: int,
+        dtype: str,
+        op: str,
+        in_place: bool,
+        warmups: int,
+        calls: int,
+        check: bool,
+        first: int,
+    ) -> Message:
+        """Time `calls` calls, one by one, in ns. Before each, the input is written anew, and all ranks meet.
+
+        The meetings are numbered from `first`.
+        """
+        which = candidates.Candidate(**candidate)
+        kind = find_dtype(dtype)
+        x, out = (array[: count * kind.itemsize].view(kind) for array in self._memory[which.memory])
+        if in_place:
+            out = x
+        try:
+            call = self._engine.prepare(which, x, out, op)
+        except candidates.UnsupportedError as error:
+            return {"unsupported": str(error)}
+        block, right = self._block(dtype, op)
+        if not in_place:
+            inputs.poison(out)
+        clock, start_line, fill = time.perf_counter_ns, self._pace.start_line, inputs.fill
+        times = []
+        gc.disable()
+        try:
+            for number in range(first, first + warmups + calls):
+                fill(x, block)
+                start_line(number)
+                start = clock()
+                call()
+                times.append(clock() - start)
+        finally:
+            gc.enable()
+        return {"ns": times[warmups:], "wrong": inputs.count_wrong(out, right) if check else 0}
+
+    def _block(self, dtype: str, op: str) -> tuple[inputs.Array, inputs.Array]:
+        """This rank's input block and the result's."""
+        if (dtype, op) not in self._blocks:
+            kind = find_dtype(dtype)
+            mine = inputs.blocks(self._ranks, kind, op)[self._engine.rank]
+            self._blocks[dtype, op] = mine, inputs.expected(self._ranks, kind, op)
+        return self._blocks[dtype, op]
+
+
+def find_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of that name, or ml_dtypes'."""
+    from kernels.dtypes import find
+
+    return find(name).numpy
+
+
+def _say(connection: socket.socket, message: Message) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _closed(connection: socket.socket) -> bool:
+    """Whether the conductor is gone; asked while waiting for another rank."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+
+
+if __name__ == "__main__":
+    main()
