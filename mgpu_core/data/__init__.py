@@ -2,7 +2,7 @@
 
 Read in this order: `sources` finds or fetches real images, `sampler` decides which sample belongs to
 which batch and which rank, `streams` gives every sample its own random numbers, `loader` reads batches on
-a background thread. None of them knows how many ranks there are, save for the one method that cuts a batch.
+a background thread. None of them knows how many ranks there are, save for the function that cuts a batch.
 """
 
 from mgpu_core.data.loader import Batch, Loader, Transform

@@ -21,7 +21,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from mgpu_core.data.sampler import Indices, Sampler
+from mgpu_core.data.sampler import Indices, Sampler, part
 from mgpu_core.data.streams import SampleStreams
 
 Arrays = tuple[NDArray[Any], ...]
@@ -35,6 +35,7 @@ class Batch:
     Attributes:
         arrays: the rank's samples, one array for each of the data set's; the first axis may be 0.
         indices: the samples' numbers in the data set, (n,) int64.
+        start: the place of the first of them in the global batch.
         epoch, step: the position; training goes on after it from (epoch, step + 1).
         global_count: samples that all ranks together hold in this step. A loss that is summed over
             `arrays` and divided by this averages right, however unequal the parts.
@@ -42,6 +43,7 @@ class Batch:
 
     arrays: Arrays
     indices: Indices
+    start: int
     epoch: int
     step: int
     global_count: int
@@ -93,11 +95,13 @@ class Loader:
 
     def read(self, epoch: int, step: int) -> Batch:
         """This rank's part of one batch, read here and now."""
-        indices = self.sampler.part(epoch, step, self.rank, self.shares)
+        whole = self.sampler.global_batch(epoch, step)
+        start, stop = part(len(whole), self.rank, self.shares)
+        indices = whole[start:stop]
         arrays: Arrays = tuple(array[indices] for array in self.arrays)
         if self.transform is not None:
             arrays = self.transform(SampleStreams(self.sampler.seed, epoch, indices), arrays)
-        return Batch(arrays, indices, epoch, step, len(self.sampler.global_batch(epoch, step)))
+        return Batch(arrays, indices, start, epoch, step, len(whole))
 
     def epoch(self, epoch: int, start: int = 0) -> Prefetched:
         """The batches of `epoch` from step `start` on, read ahead by a thread until closed or used up."""

@@ -41,6 +41,13 @@ def split(count: int, shares: Sequence[float]) -> list[int]:
     return parts
 
 
+def part(count: int, rank: int, shares: Sequence[float]) -> tuple[int, int]:
+    """Where `rank`'s part of a batch of `count` samples starts and stops; it may be empty."""
+    parts = split(count, shares)
+    start = sum(parts[:rank])
+    return start, start + parts[rank]
+
+
 class Sampler:
     """Cuts `count` samples into global batches of `batch`, in a new order each epoch.
 
@@ -83,13 +90,3 @@ class Sampler:
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} of an epoch of {self.steps} steps")
         return self.order(epoch)[step * self.batch : (step + 1) * self.batch]
-
-    def part(self, epoch: int, step: int, rank: int, shares: Sequence[float]) -> Indices:
-        """The contiguous part of the global batch that is `rank`'s; may be empty.
-
-        `shares` has one weight a rank: `[1] * size` cuts evenly.
-        """
-        whole = self.global_batch(epoch, step)
-        parts = split(len(whole), shares)
-        start = sum(parts[:rank])
-        return whole[start : start + parts[rank]]

@@ -53,6 +53,9 @@ def test_the_ranks_parts_are_the_batches_of_one_process(shares, depth, count):
         for array in range(2):
             joined = np.concatenate([part[step].arrays[array] for part in parts])
             np.testing.assert_array_equal(joined, whole.arrays[array])
+        assert [part[step].start for part in parts] == [
+            sum(len(earlier[step].indices) for earlier in parts[:rank]) for rank in range(size)
+        ]
         assert {part[step].global_count for part in parts} == {whole.global_count}
 
 
