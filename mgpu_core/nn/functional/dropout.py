@@ -1,0 +1,29 @@
+"""Dropout with masks that do not depend on how the batch is split."""
+
+from __future__ import annotations
+
+import math
+
+from array_api_compat import array_namespace
+
+from mgpu_core import random
+from mgpu_core.tensor import Tensor, record
+
+
+def dropout(x: Tensor, p: float, layer: int) -> Tensor:
+    """Zeroes each element with probability p, and divides the others by 1 - p (Srivastava et al. 2014).
+
+    The mask of a sample (a row of axis 0) is a function of the seed, the step and the sample's place in the global
+    batch, which the surrounding `mgpu_core.random.batch` gives, and of `layer`, a number that tells one
+    use of dropout from another. So it is the same whichever rank the sample is on.
+    Raises RuntimeError outside of `random.batch`.
+    """
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout's p must be at least 0 and less than 1, not {p}")
+    if p == 0:
+        return x
+    xp = array_namespace(x.data)
+    words = random.sample_words(layer, x.shape[0], math.prod(x.shape[1:]))
+    kept = xp.reshape(xp.asarray(words >= p * 2**32), x.shape)
+    scale = xp.astype(kept, x.dtype) / (1 - p)
+    return record(x.data * scale, (x, lambda g: g * scale))

@@ -1,0 +1,57 @@
+"""Matrix products with a bias, and look-up in a table (a product with one-hot rows)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from mgpu_core.autograd.kernels import kernels_for
+from mgpu_core.tensor import Tensor, record
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., I) times the transpose of weight (O, I), plus bias (O,): (..., O)."""
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: the last axis of x {x.shape} must be as long as that of the weight {weight.shape}")
+    a, w = x.data, weight.data
+    xp = array_namespace(a, w)
+    shape, outputs = a.shape, w.shape[0]
+    rows = xp.reshape(a, (math.prod(shape[:-1]), shape[-1]))
+    y = rows @ w.T
+    if bias is not None:
+        y += bias.data
+    count = rows.shape[0]
+    return record(
+        xp.reshape(y, (*shape[:-1], outputs)),
+        (x, lambda g: xp.reshape(xp.reshape(g, (count, outputs)) @ w, shape)),
+        (weight, lambda g: xp.reshape(g, (count, outputs)).T @ rows),
+        (bias, lambda g: xp.sum(xp.reshape(g, (count, outputs)), axis=0)),
+    )
+
+
+def embedding(indices: Any, weight: Tensor) -> Tensor:
+    """Rows of weight (V, D) by integer indices of any shape: (..., D).
+
+    Raises IndexError for an index below 0 or from V on.
+    """
+    index = Tensor(indices).data
+    w = weight.data
+    xp = array_namespace(w)
+    check_range(index, w.shape[0], "an index into the embedding's rows")
+    flat = xp.reshape(index, (-1,))
+    kernels, shape = kernels_for(w), w.shape
+    return record(
+        w[index],
+        (weight, lambda g: kernels.add_rows(flat, xp.reshape(g, (flat.shape[0], shape[1])), shape[0])),
+    )
+
+
+def check_range(index: Any, count: int, what: str) -> None:
+    """Raises TypeError unless `index` is an integer array, IndexError unless its elements are in [0, count)."""
+    xp = array_namespace(index)
+    if not xp.isdtype(index.dtype, "integral"):
+        raise TypeError(f"{what} must be an integer, not {index.dtype}")
+    if math.prod(index.shape) and not (0 <= int(xp.min(index)) and int(xp.max(index)) < count):
+        raise IndexError(f"{what} must be from 0 to {count - 1}; these go from {xp.min(index)} to {xp.max(index)}")

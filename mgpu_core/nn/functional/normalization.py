@@ -1,0 +1,102 @@
+"""Batch and layer normalisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from array_api_compat import array_namespace
+
+from mgpu_core.autograd.kernels import kernels_for
+from mgpu_core.autograd.tape import Array, once
+from mgpu_core.tensor import Tensor, record
+
+Reduce = Callable[[Array], Array]
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    *,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """Normalises each channel of x (N, C, ...) to mean 0 and variance 1, times weight (C,), plus bias (C,).
+
+    Training uses, and differentiates through, the batch's own mean and variance (Ioffe and Szegedy 2015), and moves
+    the running ones towards them: running += momentum * (batch - running), the variance being the unbiased one.
+    Otherwise the running ones are used.
+
+    `reduce` makes the batch that of all ranks: it is given a float64 vector of sums and returns the vector summed over
+    the ranks. Each of them calls it once in the forward pass and once in the backward pass, a rank with no
+    samples too. Sums are taken about the running mean, which all ranks share, so that little cancels.
+    Raises ValueError in training when the batch of all ranks has no element per channel.
+    """
+    a, w = x.data, weight.data
+    xp = array_namespace(a, w)
+    kernels = kernels_for(a)
+    channels = a.shape[1]
+    center = xp.astype(running_mean.data, xp.float64, copy=True)
+    if training:
+        size = xp.asarray([a.size / channels], dtype=xp.float64)
+        sums = xp.concat([*kernels.channel_moments(a, center), size])
+        if reduce is not None:
+            sums = reduce(sums)
+        count = float(sums[-1])
+        if not count:
+            raise ValueError(f"batch norm in training needs at least one element per channel; x is {a.shape}")
+        offset = sums[:channels] / count
+        variance = sums[channels:-1] / count - offset * offset
+        center += offset
+        unbiased = variance * (count / max(count - 1, 1))
+        running_mean.data += xp.astype(momentum * offset, running_mean.dtype)
+        running_var.data += xp.astype(momentum * (unbiased - running_var.data), running_var.dtype)
+    else:
+        variance = xp.astype(running_var.data, xp.float64)
+        count = math.inf  # so that no gradient goes through the statistics
+    inverse = 1 / xp.sqrt(variance + eps)
+
+    @once
+    def local_sums(g: Array) -> tuple[Array, Array]:
+        """Sums of g and of g times the normalised x over this rank's samples."""
+        total, product = kernels.channel_products(g, a, center)
+        return total, inverse * product
+
+    def to_x(g: Array) -> Array:
+        sums = xp.concat(local_sums(g))
+        if reduce is not None and training:
+            sums = reduce(sums)
+        total, product = sums[:channels] / count, sums[channels:] / count
+        scale = w * inverse
+        return kernels.combine_channels(g, a, center, scale, -scale * inverse * product, -scale * total)
+
+    return record(
+        kernels.normalize_channels(a, center, w * inverse, bias.data),
+        (x, to_x),
+        (weight, lambda g: local_sums(g)[1]),
+        (bias, lambda g: local_sums(g)[0]),
+    )
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -> Tensor:
+    """Normalises x (..., D) to mean 0 and variance 1 along its last axis, times weight (D,), plus bias (D,).
+
+    Ba, Kiros and Hinton 2016.
+    """
+    a, w = x.data, weight.data
+    xp = array_namespace(a, w)
+    centered = a - xp.mean(a, axis=-1, keepdims=True)
+    inverse = 1 / xp.sqrt(xp.mean(centered * centered, axis=-1, keepdims=True) + eps)
+    normal = centered * inverse
+
+    def to_x(g: Array) -> Array:
+        g = g * w
+        along = xp.mean(g * normal, axis=-1, keepdims=True)
+        return inverse * (g - xp.mean(g, axis=-1, keepdims=True) - normal * along)
+
+    return record(normal * w + bias.data, (x, to_x), (weight, lambda g: g * normal), (bias, lambda g: g))

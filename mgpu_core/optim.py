@@ -1,0 +1,168 @@
+"""Optimisers: they change parameters in place, and keep their state in arrays that a checkpoint can store."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from mgpu_core.autograd.kernels import kernels_for
+from mgpu_core.autograd.tape import Array
+from mgpu_core.tensor import Tensor
+
+
+class Optimizer(ABC):
+    """What the optimisers share: parameters, learning rate, number of steps, and state by name.
+
+    `parameters` are tensors, or (name, tensor) pairs as `Module.named_parameters` gives; the names appear in the state.
+    `lr` may be assigned at any time. A parameter that the loss did not use has gradient zero: decay and
+    momentum still move it, on one rank as on many.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor | tuple[str, Tensor]], lr: float) -> None:
+        named = (p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters))
+        self.parameters: dict[str, Tensor] = {name: p for name, p in named if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("an optimiser needs at least one parameter that requires a gradient")
+        self.lr = lr
+        self.steps = 0
+        self.state: dict[str, dict[str, Array]] = {}  # of each kind, one array for each parameter
+
+    def zero_grad(self) -> None:
+        """Makes every gradient zero; see `Tensor.zero_grad`."""
+        for parameter in self.parameters.values():
+            parameter.zero_grad()
+
+    def step(self) -> None:
+        """Updates every parameter from its gradient."""
+        self.steps += 1
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                parameter.grad = array_namespace(parameter.data).zeros_like(parameter.data)
+            self._update(parameter.data, parameter.grad, {kind: arrays[name] for kind, arrays in self.state.items()})
+
+    @abstractmethod
+    def _update(self, p: Array, g: Array, state: dict[str, Array]) -> None:
+        """One step on a parameter's data and its state, by kind, in place."""
+
+    def _keep(self, *kinds: str) -> None:
+        for kind in kinds:
+            self.state[kind] = {name: array_namespace(p.data).zeros_like(p.data) for name, p in self.parameters.items()}
+
+    def state_dict(self) -> dict[str, Array]:
+        """ "steps" (0-d int64) and "KIND.NAME", the state itself and not a copy; the learning rate is a schedule's."""
+        arrays = {f"{kind}.{name}": array for kind, state in self.state.items() for name, array in state.items()}
+        return {"steps": np.asarray(self.steps), **arrays}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Copies `state` into this optimiser's own. Raises KeyError or ValueError where it does not fit."""
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            raise KeyError(
+                f"the state is of another optimiser or model: missing {sorted(own.keys() - state.keys())}, "
+                f"not expected {sorted(state.keys() - own.keys())}"
+            )
+        for name, array in own.items():
+            if array.shape != state[name].shape:
+                raise ValueError(f"{name} has shape {state[name].shape} in the state, expected {array.shape}")
+            array[...] = array_namespace(array).asarray(state[name])
+        self.steps = int(state["steps"])
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, in PyTorch's form.
+
+    g += weight_decay * p;  v = momentum * v + (1 - dampening) * g  (v = g at the first step);
+    p -= lr * v, or with `nesterov` (Sutskever et al. 2013)  p -= lr * (g + momentum * v).
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor | tuple[str, Tensor]],
+        lr: float,
+        *,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        if nesterov and (momentum <= 0 or dampening):
+            raise ValueError("Nesterov momentum needs momentum > 0 and no dampening")
+        super().__init__(parameters, lr)
+        self.momentum, self.dampening, self.weight_decay, self.nesterov = momentum, dampening, weight_decay, nesterov
+        if momentum:
+            self._keep("momentum")
+
+    def _update(self, p: Array, g: Array, state: dict[str, Array]) -> None:
+        kernels_for(p).sgd(
+            p,
+            g,
+            state.get("momentum"),
+            lr=self.lr,
+            momentum=self.momentum,
+            dampening=self.dampening,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+            first=self.steps == 1,
+        )
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), in PyTorch's form.
+
+    p *= 1 - lr * weight_decay;  m, v: running means of g and g^2 with weights beta1, beta2, divided by 1 - beta^step
+    since they start from zero;  p -= lr * m / (sqrt(v) + eps).
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor | tuple[str, Tensor]],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(parameters, lr)
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self._keep("m", "v")
+
+    def _update(self, p: Array, g: Array, state: dict[str, Array]) -> None:
+        kernels_for(p).adamw(
+            p,
+            g,
+            state["m"],
+            state["v"],
+            lr=self.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            step=self.steps,
+        )
+
+
+def grad_norm(parameters: Iterable[Tensor]) -> float:
+    """The Euclidean norm of all gradients together."""
+    norms = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            norms.append(float(array_namespace(parameter.grad).linalg.vector_norm(parameter.grad)))
+    return math.hypot(*norms)
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scales all gradients, in place, so that their common norm is at most `max_norm`; returns what it was.
+
+    Pascanu, Mikolov and Bengio 2013. Gradients that are not finite stay as they are.
+    """
+    parameters = list(parameters)
+    norm = grad_norm(parameters)
+    if math.isfinite(norm) and norm > max_norm:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad *= max_norm / norm
+    return norm

@@ -1,0 +1,79 @@
+"""Random numbers that do not depend on how work is split: counter-based streams, addressed by name.
+
+A stream is Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), NumPy's, whose key is
+hashed from what the numbers are for: (seed, step, layer) for a dropout mask, (seed, epoch) for an order of samples.
+Any part of a stream can be drawn by itself, so each rank draws the parts of its own samples, and the same mask
+falls on a sample whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+_WORDS_PER_BLOCK = 8  # Philox 4x64 makes 256 bits at a time
+
+
+def key(*path: int) -> np.ndarray:
+    """The key of the stream for `path`, non-negative integers such as (seed, step, layer)."""
+    return np.random.SeedSequence(path).generate_state(2, np.uint64)
+
+
+def generator(*path: int) -> np.random.Generator:
+    """A NumPy generator at the start of the stream for `path`."""
+    return np.random.Generator(np.random.Philox(key=key(*path)))
+
+
+class _Current(threading.local):
+    batch: tuple[int, int, Sequence[int]] | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def batch(*, seed: int, step: int, samples: Sequence[int]) -> Iterator[None]:
+    """Inside (this thread only), randomness is that of training step `step`, for these samples.
+
+    `samples` has, for each row of this rank's part of the batch, its place in the global batch: range(8, 16), say, on
+    the second of two ranks. Every forward pass in training that has dropout needs this around it.
+    """
+    before, _current.batch = _current.batch, (seed, step, samples)
+    try:
+        yield
+    finally:
+        _current.batch = before
+
+
+def sample_words(layer: int, count: int, width: int) -> np.ndarray:
+    """Random uint32 (count, width) for the current batch: row i belongs to its i-th sample, in stream `layer`.
+
+    Sample s owns the Philox blocks from s * ceil(width / 8) on, of the stream (seed, step, layer).
+    Raises RuntimeError outside of `batch`, ValueError if the batch has not `count` samples.
+    """
+    if _current.batch is None:
+        raise RuntimeError(
+            "randomness per sample (dropout in training) needs to know the step and the samples: run the forward pass "
+            "inside `with mgpu_core.random.batch(seed=..., step=..., samples=range(...)):`"
+        )
+    seed, step, samples = _current.batch
+    if len(samples) != count:
+        raise ValueError(f"the current random.batch has {len(samples)} samples, but the tensor has {count} rows")
+    stream = key(seed, step, layer)
+    blocks = -(-width // _WORDS_PER_BLOCK)
+    rows = np.empty((count, blocks * _WORDS_PER_BLOCK), np.uint32)
+    for first, last in _runs(samples):
+        counter = np.random.Philox(key=stream, counter=int(samples[first]) * blocks)
+        words = counter.random_raw((last - first) * blocks * _WORDS_PER_BLOCK // 2)
+        rows[first:last] = words.view(np.uint32).reshape(last - first, -1)
+    return rows[:, :width]
+
+
+def _runs(samples: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The longest ranges of positions whose samples are consecutive numbers."""
+    breaks = np.flatnonzero(np.diff(np.asarray(samples, dtype=np.int64)) != 1) + 1
+    edges = [0, *breaks.tolist(), len(samples)]
+    return ((first, last) for first, last in zip(edges, edges[1:]) if first < last)
