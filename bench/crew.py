@@ -128,6 +128,7 @@ class Crew:
         for rank, connection in enumerate(self._sockets):
             welcome = {"ranks": self.ranks, "cpu": cpus[rank % len(cpus)]}
             socket.send_fds(connection, [json.dumps(welcome).encode() + b"\n"], [self.track.fd])
+        self._hear(dict(zip(self._sockets, self._lines, strict=True)), "welcome")
 
     def ask(self, request: Message, ranks: Sequence[int] | None = None) -> list[Message]:
         """Send a request to these ranks (None: to all), and return their answers in that order.

@@ -21,6 +21,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 
     figure, (time, bandwidth) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
     chosen = [row for row in rows if row.case.in_place]
+    ranks_communicate = any(row.busbw for row in chosen)
     for label in dict.fromkeys(row.label for row in chosen):
         mine = [row for row in chosen if row.label == label]
         sizes = [row.case.nbytes for row in mine]
@@ -36,7 +37,8 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
         bandwidth.plot(sizes, [row.busbw for row in mine], **style)
     for axes, name in ((time, "time (us)"), (bandwidth, "bus bandwidth (GB/s)")):
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        if ranks_communicate or axes is time:
+            axes.set_yscale("log")
         axes.set_xlabel("bytes per rank")
         axes.set_ylabel(name)
         axes.grid(True, which="major", alpha=0.3)

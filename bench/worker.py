@@ -52,6 +52,7 @@ def serve(engine: candidates.Engine) -> None:
         track = mmap.mmap(descriptors[0], 0)
         os.close(descriptors[0])
         rank = _Rank(engine, Pace(track, engine.rank, welcome["ranks"], lambda: _closed(connection)), welcome["ranks"])
+        _say(connection, {"rank": engine.rank})
         with connection.makefile("rb") as requests:
             for request in requests:
                 try:

@@ -1,0 +1,42 @@
+"""nccl-tests' columns, so that what reads theirs reads ours."""
+
+from bench.samples import Case, Sample, summarise
+from bench.table import against_peers, results
+
+
+def rows() -> list:
+    samples = []
+    for nbytes in (8, 1 << 20):
+        for in_place in (False, True):
+            case = Case(nbytes, nbytes // 4, "float32", "sum", in_place)
+            for label, us in (("mgpu", nbytes / 1e4 + 1), ("gloo", nbytes / 1e4 + 3)):
+                samples.append(Sample(label, case, 0, 100.0, 100.0, 20, us, 0))
+    return summarise(samples, 2, ["mgpu", "gloo"], ["gloo"])
+
+
+def test_a_line_per_candidate_and_size_with_both_placements() -> None:
+    heading, names, units, *lines = results(rows())
+    assert "out-of-place" in heading and "in-place" in heading
+    block = "time algbw busbw #wrong best limit state"
+    assert names.split() == f"# size count type redop root candidate {block} {block}".split()
+    assert "(us)" in units and "(GB/s)" in units
+    assert [line.split()[5] for line in lines] == ["mgpu", "gloo", "mgpu", "gloo"]
+    first = lines[0].split()
+    assert first[:6] == ["8", "2", "float", "sum", "-1", "mgpu"]
+    assert first[6:] == ["1.00", "0.01", "0.01", "0", "3.00", "-", "near:1"] * 2
+    assert lines[2].split()[0] == "1048576"
+    assert len({len(line) for line in lines} | {len(names)}) == 1
+
+
+def test_a_missing_placement_is_a_row_of_dashes() -> None:
+    only_in_place = [row for row in rows() if row.case.in_place]
+    *_, line = results(only_in_place)
+    assert line.split()[6:13] == ["-"] * 7 and line.split()[13] != "-"
+
+
+def test_times_against_peers_are_for_ours_in_place() -> None:
+    _, names, *lines = against_peers(rows(), "mgpu")
+    assert names.split() == ["#", "size", "gloo", "best"]
+    assert lines[0].split() == ["8", "3.00x", "3.00x"]
+    assert lines[1].split()[0] == "1M"
+    assert list(against_peers(rows(), "gloo")) == []  # a peer is not held against itself
