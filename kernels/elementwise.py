@@ -1,8 +1,9 @@
 """Reduce and copy: the arithmetic of collectives, for one dtype and operation at a time.
 
 `reduce` reads every source once, keeps the running value in registers and writes it to every destination, so
-a destination may be one of the sources. It works on groups of elements: *many* at a time where a target has wide
-loads, then *few*, then single ones. Low-precision floats are widened as they are loaded and rounded as they are
+a destination may be one of the sources. It works on groups of elements: *many* at a time, then *few*, then single
+ones. A group of many is several groups of few, with those of the other lanes in between, so that neighbouring lanes
+touch neighbouring memory and each has several loads on their way. Low-precision floats are widened as they are loaded and rounded as they are
 stored, so a sum of p of them is rounded once.
 """
 
@@ -15,14 +16,14 @@ from kernels.primitives import load_word
 
 
 @primitive
-def load(address: int) -> Any:
-    """A group of elements, widened to the accumulator type."""
+def load(address: int, stride: int) -> Any:
+    """A group of elements, its pieces `stride` bytes apart, widened to the accumulator type."""
     raise LookupError("load is bound to a dtype and a width")
 
 
 @primitive
-def store(address: int, group: Any) -> None:
-    """Round a group to the element type, to nearest even, and write it."""
+def store(address: int, group: Any, stride: int) -> None:
+    """Round a group to the element type, to nearest even, and write it, its pieces `stride` bytes apart."""
     raise LookupError("store is bound to a dtype and a width")
 
 
@@ -45,38 +46,46 @@ def finish(group: Any, ranks: int) -> Any:
 
 
 @portable
-def reduce_group(dsts: int, ndst: int, srcs: int, nsrc: int, at: int, raw: int, final: int, scale: int) -> None:
+def reduce_group(
+    dsts: int, ndst: int, srcs: int, nsrc: int, at: int, stride: int, raw: int, final: int, scale: int
+) -> None:
     """Reduce the group of elements that lies `at` bytes into every operand."""
-    group = load(load_word(srcs) + at)
+    group = load(load_word(srcs) + at, stride)
     if raw & 1:
         group = premultiply(group, scale)
     for s in range(1, nsrc):
-        other = load(load_word(srcs + 8 * s) + at)
+        other = load(load_word(srcs + 8 * s) + at, stride)
         if (raw >> s) & 1:
             other = premultiply(other, scale)
         group = apply(group, other)
     if final != 0:
         group = finish(group, final)
     for d in range(ndst):
-        store(load_word(dsts + 8 * d) + at, group)
+        store(load_word(dsts + 8 * d) + at, group, stride)
 
 
 @primitive
-def reduce_many(dsts: int, ndst: int, srcs: int, nsrc: int, at: int, raw: int, final: int, scale: int) -> None:
+def reduce_many(
+    dsts: int, ndst: int, srcs: int, nsrc: int, at: int, stride: int, raw: int, final: int, scale: int
+) -> None:
     """`reduce_group`, `many()` elements wide."""
-    reduce_group(dsts, ndst, srcs, nsrc, at, raw, final, scale)
+    reduce_group(dsts, ndst, srcs, nsrc, at, stride, raw, final, scale)
 
 
 @primitive
-def reduce_few(dsts: int, ndst: int, srcs: int, nsrc: int, at: int, raw: int, final: int, scale: int) -> None:
+def reduce_few(
+    dsts: int, ndst: int, srcs: int, nsrc: int, at: int, stride: int, raw: int, final: int, scale: int
+) -> None:
     """`reduce_group`, `few()` elements wide."""
-    reduce_group(dsts, ndst, srcs, nsrc, at, raw, final, scale)
+    reduce_group(dsts, ndst, srcs, nsrc, at, stride, raw, final, scale)
 
 
 @primitive
-def reduce_one(dsts: int, ndst: int, srcs: int, nsrc: int, at: int, raw: int, final: int, scale: int) -> None:
+def reduce_one(
+    dsts: int, ndst: int, srcs: int, nsrc: int, at: int, stride: int, raw: int, final: int, scale: int
+) -> None:
     """`reduce_group`, one element wide."""
-    reduce_group(dsts, ndst, srcs, nsrc, at, raw, final, scale)
+    reduce_group(dsts, ndst, srcs, nsrc, at, stride, raw, final, scale)
 
 
 @primitive
@@ -87,7 +96,7 @@ def itemsize() -> int:
 
 @primitive
 def many() -> int:
-    """Elements in the widest group."""
+    """Elements in the widest group: a multiple of `few`."""
     raise LookupError("many is bound to a target")
 
 
@@ -120,18 +129,20 @@ def reduce(
 
     `dsts` and `srcs` point at arrays of addresses. Bit s of `raw`: source s is one rank's untouched contribution
     (premul_sum scales it). `final`: the number of ranks, if the result holds all contributions (avg divides), else 0.
-    The `lanes` that run this together each take every lanes-th group.
+    The `lanes` that run this together share the work.
     """
     start = 0
     if aligned(dsts, ndst) and aligned(srcs, nsrc):
-        groups = count // many()
-        for g in range(lane, groups, lanes):
-            reduce_many(dsts, ndst, srcs, nsrc, g * many() * itemsize(), raw, final, scale)
-        start = groups * many()
+        tile = many() * lanes
+        piece = few() * itemsize()
+        for t in range(count // tile):
+            at = t * tile * itemsize() + lane * piece
+            reduce_many(dsts, ndst, srcs, nsrc, at, lanes * piece, raw, final, scale)
+        start = count // tile * tile
         groups = (count - start) // few()
         for g in range(lane, groups, lanes):
-            reduce_few(dsts, ndst, srcs, nsrc, (start + g * few()) * itemsize(), raw, final, scale)
+            reduce_few(dsts, ndst, srcs, nsrc, start * itemsize() + g * piece, 0, raw, final, scale)
         start += groups * few()
     for i in range(start + lane, count, lanes):
-        reduce_one(dsts, ndst, srcs, nsrc, i * itemsize(), raw, final, scale)
+        reduce_one(dsts, ndst, srcs, nsrc, i * itemsize(), 0, raw, final, scale)
     return 0

@@ -30,7 +30,7 @@ LINK_SLOT_BYTES = 3
 LINK_SPINS = 4  # looks at a flag before yielding the core
 LINK_YIELDS = 5  # and before sleeping
 LINK_SCRATCH = 6  # -> address of each rank's scratch
-LINK_BOARDS = 7  # -> address of each rank's board: a ring of descriptors, PAGES of PAGE_BYTES
+LINK_BOARDS = 7  # -> address of each rank's board: for each channel a ring of descriptors, PAGES of PAGE_BYTES
 LINK_FLAGS_IN = 8  # -> address of my flag from each rank, for channel 0
 LINK_FLAGS_OUT = 9  # -> address of my flag at each rank, for channel 0
 LINK_FLAGS_STRIDE = 10  # bytes from one channel's flags to the next one's
@@ -69,7 +69,7 @@ PLACE_PC = 0
 PLACE_SLICE = 1
 PLACE_PEER = 2  # whom this channel waits for
 PLACE_ENTERED = 3  # 0: not yet; 1: published; 2: everybody has
-PLACE_STATUS = 4
+PLACE_STATUS = 4  # see `run_channel`
 PLACE_WORDS = 5
 
 
@@ -104,8 +104,9 @@ def move(
     itemsize = load_word(job + 8 * JOB_ITEMSIZE)
     length = load_word(load_word(job + 8 * JOB_LENGTHS) + 8 * load_word(code + 8))
     count = part(length, start, load_word(job + 8 * JOB_STEP))
-    # Channels take equal shares, multiples of 16 elements so that wide loads stay aligned.
-    share = ((count + channels - 1) // channels + 15) // 16 * 16
+    # Channels take equal shares, multiples of 16 elements so that wide loads stay aligned; the same share of every
+    # chunk, long or short, so that none touches what belongs to another.
+    share = ((load_word(job + 8 * JOB_STEP) + channels - 1) // channels + 15) // 16 * 16
     mine = part(count, channel * share, share)
     if mine > 0:
         srcs = load_word(job + 8 * JOB_OPERANDS) + 16 * channel * (load_word(link + 8 * LINK_SIZE) + 1)
@@ -135,14 +136,13 @@ def move(
 @portable
 def enter(job: int, link: int, place: int, call: int, channel: int) -> int:
     """Publish this call's descriptor, wait for everybody's, compare. Returns DONE, BLOCKED or DIFFERENT."""
-    page = (call % PAGES) * PAGE_BYTES
+    page = (channel * PAGES + call % PAGES) * PAGE_BYTES
     boards = load_word(link + 8 * LINK_BOARDS)
     if load_word(place + 8 * PLACE_ENTERED) == 0:
-        if channel == 0:
-            mine = load_word(boards + 8 * load_word(link + 8 * LINK_RANK)) + page
-            for i in range(DESCRIPTOR_WORDS):
-                store_word(mine + 8 + 8 * i, load_word(job + 8 * (JOB_DESCRIPTOR + i)))
-            raise_flag(mine, call)
+        mine = load_word(boards + 8 * load_word(link + 8 * LINK_RANK)) + page
+        for i in range(DESCRIPTOR_WORDS):
+            store_word(mine + 8 + 8 * i, load_word(job + 8 * (JOB_DESCRIPTOR + i)))
+        raise_flag(mine, call)
         store_word(place + 8 * PLACE_ENTERED, 1)
         store_word(place + 8 * PLACE_PEER, 0)
     size = load_word(link + 8 * LINK_SIZE)
@@ -151,12 +151,12 @@ def enter(job: int, link: int, place: int, call: int, channel: int) -> int:
         theirs = load_word(boards + 8 * peer) + page
         if not await_flag(theirs, call, load_word(link + 8 * LINK_SPINS), load_word(link + 8 * LINK_YIELDS)):
             return BLOCKED
-    store_word(place + 8 * PLACE_ENTERED, 2)
     for peer in range(size):
         theirs = load_word(boards + 8 * peer) + page
         for i in range(DESCRIPTOR_WORDS):
             if load_word(theirs + 8 + 8 * i) != load_word(job + 8 * (JOB_DESCRIPTOR + i)):
                 return DIFFERENT
+    store_word(place + 8 * PLACE_ENTERED, 2)
     return DONE
 
 
@@ -247,3 +247,18 @@ def execute(job: int, channel: int, channels: int, lane: int, lanes: int) -> int
         if channel == 0:
             store_word(load_word(link + 8 * LINK_FINISHED), calls + 1)
     return DONE
+
+
+@portable
+def run_channel(job: int, channel: int, channels: int, lane: int, lanes: int) -> None:
+    """What a block of threads does: `execute` one channel, and leave the status in PLACE_STATUS.
+
+    A new job's are BLOCKED. When only some channels have ended, launching all of them again goes on with the others.
+    """
+    status = job + 8 * (JOB_PLACE + PLACE_WORDS * channel + PLACE_STATUS)
+    pending = load_word(status) == BLOCKED
+    sync()
+    if pending:
+        result = execute(job, channel, channels, lane, lanes)
+        if lane == 0:
+            store_word(status, result)

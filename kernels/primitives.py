@@ -51,7 +51,7 @@ def doze(round: int, flag: int, seen: int, spins: int, yields: int) -> bool:
     if yields < 0:
         return False
     time.sleep(0.0002)
-    return round % 250 != 0
+    return (round - spins - yields + 1) % 250 != 0
 
 
 @primitive

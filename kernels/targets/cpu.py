@@ -149,7 +149,7 @@ def call_reduction(typing, function, dsts, ndst, srcs, nsrc, count, raw, final, 
     return types.none(*[types.int64] * 11), _emit(generate)
 
 
-_jit = njit(nogil=True, error_model="numpy")
+_jit = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @_jit
@@ -219,16 +219,16 @@ def _group_bodies(group: Group) -> dict[str, Any]:
     vector = _Vector(group.type)
 
     @intrinsic
-    def load(typing, address):  # type: ignore[no-untyped-def]
-        return vector(types.int64), lambda context, builder, signature, args: group.load(builder, *args)
+    def load(typing, address, stride):  # type: ignore[no-untyped-def]
+        return vector(types.int64, types.int64), lambda context, builder, signature, args: group.load(builder, *args)
 
     @intrinsic
-    def store(typing, address, value):  # type: ignore[no-untyped-def]
+    def store(typing, address, value, stride):  # type: ignore[no-untyped-def]
         def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
             group.store(builder, *args)
             return context.get_dummy_value()
 
-        return types.none(types.int64, vector), codegen
+        return types.none(types.int64, vector, types.int64), codegen
 
     @intrinsic
     def apply(typing, left, right):  # type: ignore[no-untyped-def]
@@ -280,12 +280,13 @@ def compile_function(name: str) -> bytes:
         source, bodies = elementwise.reduce, _reduction(find(dtype), operation)
     else:
         source, bodies = getattr(executor if name == "execute" else progress, name), PRIMITIVES
-    inner = bind(source, bodies, _jit).py_func
-    signature = types.int64(*[types.int64] * inner.__code__.co_argcount)
-    compiled = njit(signature, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(inner)
-    result = compiled.overloads[signature.args]
+    inner = bind(source, bodies, _jit)
+    arguments = source.__code__.co_argcount
+    signature = types.int64(*[types.int64] * arguments)
+    inner.compile(signature)
+    result = inner.overloads[signature.args]
     native = result.fndesc.llvm_func_name
-    text = result.library.get_llvm_str() + _python_wrapper(native, inner.__code__.co_argcount)
+    text = result.library.get_llvm_str() + _python_wrapper(native, arguments)
     module = llvm.parse_assembly(text)
     module.verify()
     foreign = {f.name for f in module.functions if f.is_declaration} - _KNOWN

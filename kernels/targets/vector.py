@@ -6,13 +6,14 @@ parts side by side). Only constructs that every LLVM since version 7 knows are u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from llvmlite import ir
 
 from kernels.dtypes import DType
 
-_I64 = ir.IntType(64)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS = {2: ir.HalfType(), 4: ir.FloatType(), 8: ir.DoubleType()}
 
 
@@ -24,6 +25,7 @@ class Group:
     operation: str
     width: int
     align: int  # bytes that an address is known to be a multiple of
+    pieces: int = 1  # in memory the group lies in this many equal pieces
 
     @property
     def floating(self) -> bool:
@@ -47,6 +49,11 @@ class Group:
             return self._vector(_FLOATS[max(4, self.bytes)])
         return self._vector(ir.IntType(8 * self.bytes))
 
+    @property
+    def stored(self) -> ir.Type:
+        """The group in memory: as in registers, or as words to be widened."""
+        return self.type if self.dtype.accumulator == self.dtype.name else self._vector(ir.IntType(8 * self.bytes))
+
     def _vector(self, scalar: ir.Type) -> ir.VectorType:
         return ir.VectorType(scalar, self.lanes)
 
@@ -55,19 +62,52 @@ class Group:
 
     def _splat(self, b: ir.IRBuilder, value: ir.Value) -> ir.Value:
         vector = self._vector(value.type)
-        single = b.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [ir.Constant(ir.IntType(32), 0)] * self.lanes)
-        return b.shuffle_vector(single, ir.Constant(vector, ir.Undefined), mask)
+        single = b.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_I32, 0))
+        return self._pick(b, single, [0] * self.lanes)
 
     # Memory
 
-    def load(self, b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-        """Read the group at `address` and widen it."""
+    def read(self, b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        """The words at `address`."""
+        return b.load(b.inttoptr(address, self.stored.as_pointer()), align=self.align)
+
+    def write(self, b: ir.IRBuilder, address: ir.Value, words: ir.Value) -> None:
+        """Put words at `address`."""
+        b.store(words, b.inttoptr(address, self.stored.as_pointer()), align=self.align)
+
+    def load(self, b: ir.IRBuilder, address: ir.Value, stride: ir.Value) -> ir.Value:
+        """Read the group at `address`, its pieces `stride` bytes apart, and widen it."""
+        piece = replace(self, width=self.width // self.pieces, pieces=1)
+        read = [piece.read(b, self._at(b, address, stride, i)) for i in range(self.pieces)]
+        return self._join(b, [piece._widen(b, words) for words in read])
+
+    def store(self, b: ir.IRBuilder, address: ir.Value, group: ir.Value, stride: ir.Value) -> None:
+        """Round the group to nearest even and write it to `address`, its pieces `stride` bytes apart."""
+        piece = replace(self, width=self.width // self.pieces, pieces=1)
+        for i in range(self.pieces):
+            words = piece._round(b, self._pick(b, group, range(i * piece.lanes, (i + 1) * piece.lanes)))
+            piece.write(b, self._at(b, address, stride, i), words)
+
+    def _at(self, b: ir.IRBuilder, address: ir.Value, stride: ir.Value, piece: int) -> ir.Value:
+        return b.add(address, b.mul(stride, ir.Constant(_I64, piece))) if piece else address
+
+    def _pick(self, b: ir.IRBuilder, group: ir.Value, lanes: Sequence[int], other: ir.Value | None = None) -> ir.Value:
+        """A vector of some lanes of `group`, or of `group` and `other` behind it."""
+        other = other or ir.Constant(group.type, ir.Undefined)
+        mask = ir.Constant(ir.VectorType(_I32, len(lanes)), [ir.Constant(_I32, i) for i in lanes])
+        return b.shuffle_vector(group, other, mask)
+
+    def _join(self, b: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+        """One vector out of a power of two of equal ones."""
+        while len(parts) > 1:
+            lanes = range(2 * parts[0].type.count)
+            parts = [self._pick(b, one, lanes, two) for one, two in zip(parts[::2], parts[1::2])]
+        return parts[0]
+
+    def _widen(self, b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
         name = self.dtype.name
         if self.dtype.accumulator == name:
-            return b.load(b.inttoptr(address, self.type.as_pointer()), align=self.align)
-        word = ir.IntType(8 * self.bytes)
-        bits = b.load(b.inttoptr(address, self._vector(word).as_pointer()), align=self.align)
+            return bits
         i16, i32, f32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
         if name == "float16":
             return b.fpext(b.bitcast(bits, self._vector(ir.HalfType())), self._vector(f32))
@@ -88,19 +128,17 @@ class Group:
         number = b.select(nan, b.or_(sign, self._all(i32, 0x7FC00000)), number)
         return b.bitcast(number, self._vector(f32))
 
-    def store(self, b: ir.IRBuilder, address: ir.Value, group: ir.Value) -> None:
-        """Round the group to nearest even and write it to `address`."""
+    def _round(self, b: ir.IRBuilder, group: ir.Value) -> ir.Value:
         name = self.dtype.name
-        if self.dtype.accumulator != name:
-            if name == "float16":
-                group = b.fptrunc(group, self._vector(ir.HalfType()))
-            elif name == "bfloat16":
-                group = self._round_bfloat16(b, group)
-            elif name == "float8_e5m2":
-                group = self._round_float8(b, group, fraction=2, bias=15, overflow=0x7C, nan=0x7E)
-            else:
-                group = self._round_float8(b, group, fraction=3, bias=7, overflow=0x7F, nan=0x7F)
-        b.store(group, b.inttoptr(address, group.type.as_pointer()), align=self.align)
+        if self.dtype.accumulator == name:
+            return group
+        if name == "float16":
+            return b.bitcast(b.fptrunc(group, self._vector(ir.HalfType())), self.stored)
+        if name == "bfloat16":
+            return self._round_bfloat16(b, group)
+        if name == "float8_e5m2":
+            return self._round_float8(b, group, fraction=2, bias=15, overflow=0x7C, nan=0x7E)
+        return self._round_float8(b, group, fraction=3, bias=7, overflow=0x7F, nan=0x7F)
 
     def _round_bfloat16(self, b: ir.IRBuilder, group: ir.Value) -> ir.Value:
         i16, i32 = ir.IntType(16), ir.IntType(32)
@@ -163,17 +201,9 @@ class Group:
         return b.select(b.fcmp_unordered("uno", left, right), b.fadd(left, right), chosen)
 
     def _complex_product(self, b: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
-        i32 = ir.IntType(32)
-        undefined = ir.Constant(self.type, ir.Undefined)
-
-        def shuffle(value: ir.Value, pick: list[int]) -> ir.Value:
-            return b.shuffle_vector(
-                value, undefined, ir.Constant(ir.VectorType(i32, self.lanes), [ir.Constant(i32, i) for i in pick])
-            )
-
-        real = shuffle(left, [i - i % 2 for i in range(self.lanes)])
-        imaginary = shuffle(left, [i - i % 2 + 1 for i in range(self.lanes)])
-        swapped = shuffle(right, [i ^ 1 for i in range(self.lanes)])
+        real = self._pick(b, left, [i - i % 2 for i in range(self.lanes)])
+        imaginary = self._pick(b, left, [i - i % 2 + 1 for i in range(self.lanes)])
+        swapped = self._pick(b, right, [i ^ 1 for i in range(self.lanes)])
         scalar = _FLOATS[self.bytes]
         signs = ir.Constant(self.type, [ir.Constant(scalar, -1.0 if i % 2 == 0 else 1.0) for i in range(self.lanes)])
         return b.fadd(b.fmul(real, right), b.fmul(b.fmul(imaginary, swapped), signs))
@@ -184,7 +214,7 @@ class Group:
             return group
         if self.floating:
             return b.fmul(group, self._splat(b, self._double(b, b.bitcast(scale, ir.DoubleType()))))
-        return b.mul(group, self._splat(b, self._integer(b, scale)))
+        return b.mul(group, self._splat(b, scale if self.type.element == _I64 else b.trunc(scale, self.type.element)))
 
     def finish(self, b: ir.IRBuilder, group: ir.Value, ranks: ir.Value) -> ir.Value:
         """The group divided by `ranks`, an i64."""
@@ -192,11 +222,12 @@ class Group:
             return group
         if self.floating:
             return b.fdiv(group, self._splat(b, b.sitofp(ranks, self.type.element)))
-        divide = b.sdiv if self.dtype.kind == "int" else b.udiv
-        return divide(group, self._splat(b, self._integer(b, ranks)))
+        # In at least 32 bits, where the number of ranks fits.
+        wide = self._vector(ir.IntType(max(32, 8 * self.bytes)))
+        divisor = self._splat(b, ranks if wide.element == _I64 else b.trunc(ranks, wide.element))
+        if self.dtype.kind == "int":
+            return b.trunc(b.sdiv(b.sext(group, wide), divisor), self.type)
+        return b.trunc(b.udiv(b.zext(group, wide), divisor), self.type)
 
     def _double(self, b: ir.IRBuilder, value: ir.Value) -> ir.Value:
         return value if self.type.element == value.type else b.fptrunc(value, self.type.element)
-
-    def _integer(self, b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-        return value if self.type.element == _I64 else b.trunc(value, self.type.element)
