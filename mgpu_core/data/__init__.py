@@ -1,14 +1,12 @@
 """Data sets, the order in which they are read, and the reader that keeps ahead of training.
 
 Read in this order: `sources` finds or fetches real images, `sampler` decides which sample belongs to
-which batch and which rank, `streams` gives every sample its own random numbers, `loader` reads batches on
-a background thread. None of them knows how many ranks there are, save for the function that cuts a batch.
+which batch and which rank, `loader` reads batches on a background thread. None of them knows how many ranks there are, save for the function that cuts a batch.
 """
 
 from mgpu_core.data.loader import Batch, Loader, Transform
 from mgpu_core.data.sampler import Sampler, split
 from mgpu_core.data.sources import DatasetError, DatasetMissing, ImageSet, fashion_mnist, handwritten_digits, images
-from mgpu_core.data.streams import SampleStreams
 
 __all__ = [
     "Batch",
@@ -16,7 +14,6 @@ __all__ = [
     "DatasetMissing",
     "ImageSet",
     "Loader",
-    "SampleStreams",
     "Sampler",
     "Transform",
     "fashion_mnist",

@@ -21,11 +21,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from mgpu_core import random
 from mgpu_core.data.sampler import Indices, Sampler, part
-from mgpu_core.data.streams import SampleStreams
 
 Arrays = tuple[NDArray[Any], ...]
-Transform = Callable[[SampleStreams, Arrays], Arrays]
+Transform = Callable[[Arrays], Arrays]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Loader:
         sampler: decides the batches.
         rank, size: this rank, of how many.
         shares: a weight a rank, for unequal parts; None cuts evenly. May be changed between epochs.
-        transform: makes training arrays of the raw ones, on the background thread. It gets the samples' random
-            streams, so what it does to a sample is the same on any number of ranks.
+        transform: makes training arrays of the raw ones, on the background thread. It runs inside `random.batch`, so
+            that with `random.sample_words` it does the same to a sample on any number of ranks.
         depth: how many batches are held ready, at most.
 
     Attributes:
@@ -100,7 +100,9 @@ class Loader:
         indices = whole[start:stop]
         arrays: Arrays = tuple(array[indices] for array in self.arrays)
         if self.transform is not None:
-            arrays = self.transform(SampleStreams(self.sampler.seed, epoch, indices), arrays)
+            done = epoch * self.sampler.steps + step
+            with random.batch(seed=self.sampler.seed, step=done, samples=range(start, stop)):
+                arrays = self.transform(arrays)
         return Batch(arrays, indices, start, epoch, step, len(whole))
 
     def epoch(self, epoch: int, start: int = 0) -> Prefetched:

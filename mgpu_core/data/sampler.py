@@ -14,6 +14,8 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_core import random
+
 Indices = NDArray[np.int64]
 
 
@@ -61,8 +63,8 @@ class Sampler:
     def __init__(self, count: int, batch: int, *, seed: int = 0, shuffle: bool = True) -> None:
         if count < 0 or batch < 1:
             raise ValueError(f"need count >= 0 and batch >= 1, got count={count}, batch={batch}")
-        if not 0 <= seed < 2**64:
-            raise ValueError(f"the seed must be a whole number from 0, below 2**64; got {seed}")
+        if seed < 0:
+            raise ValueError(f"the seed must be a whole number from 0, got {seed}")
         self.count = count
         self.batch = batch
         self.seed = seed
@@ -78,9 +80,7 @@ class Sampler:
         """The samples in the order of `epoch`: (count,) int64, read-only."""
         latest, order = self._latest  # read at once: the loader's thread may be an epoch ahead
         if self.shuffle and epoch != latest:
-            # Philox is keyed, so neighbouring seeds and epochs give unrelated orders (Salmon et al., SC11).
-            random = np.random.Generator(np.random.Philox(key=np.array([self.seed, epoch], dtype=np.uint64)))
-            order = random.permutation(self.count)
+            order = random.generator(self.seed, epoch).permutation(self.count)
             self._latest = epoch, order
         order.flags.writeable = False
         return order

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from mgpu_core import random
 from mgpu_core.data import Loader, Sampler
 
 RNG = np.random.default_rng(0)
@@ -29,11 +30,12 @@ def loader(batch=16, seed=1, count=100, **options):
     return Loader((IMAGES[:count], LABELS[:count]), Sampler(count, batch, seed=seed), **options)
 
 
-def flip(streams, arrays):
+def flip(arrays):
     """A random augmentation: turns some images over and adds noise."""
     images, labels = arrays
-    turned = np.where(streams.uniform()[:, None, None] < 0.5, images[:, :, ::-1], images)
-    return (turned / 255 + streams.uniform((4, 4))).astype(np.float32), labels
+    words = random.sample_words(1, len(images), 17)
+    turned = np.where(words[:, :1, None] < 2**31, images[:, :, ::-1], images)
+    return turned + words[:, 1:].reshape(-1, 4, 4), labels
 
 
 @pytest.mark.parametrize("shares", [[1], [1, 1], [1, 1, 1], [2, 5, 1], [1, 0]], ids=str)
@@ -59,6 +61,12 @@ def test_the_ranks_parts_are_the_batches_of_one_process(shares, depth, count):
         assert {part[step].global_count for part in parts} == {whole.global_count}
 
 
+def test_augmentation_is_new_in_every_epoch_and_batch():
+    reader = Loader((np.zeros((32, 4, 4), np.uint8), np.arange(32)), Sampler(32, 16), transform=flip)
+    seen = [image.tobytes() for epoch in range(3) for batch in reader.epoch(epoch) for image in batch.arrays[0]]
+    assert len(set(seen)) == 96
+
+
 def test_a_resumed_epoch_goes_on_where_it_stopped():
     whole = [batch.indices.tolist() for batch in loader().epoch(2)]
     for start in (0, 3, 7):
@@ -68,7 +76,7 @@ def test_a_resumed_epoch_goes_on_where_it_stopped():
 def test_reading_runs_ahead_but_not_too_far():
     read = []
 
-    def count(streams, arrays):
+    def count(arrays):
         read.append(len(read))
         return arrays
 
@@ -103,7 +111,7 @@ def test_closing_twice_and_reading_on_after_the_end():
 
 
 def test_the_readers_errors_reach_the_consumer_in_their_place():
-    def fail(streams, arrays):
+    def fail(arrays):
         if 40 in arrays[1]:
             raise OSError("the disk is gone")
         return arrays
@@ -119,7 +127,7 @@ def test_the_readers_errors_reach_the_consumer_in_their_place():
 
 
 def test_time_spent_waiting_is_measured():
-    def slow(streams, arrays):
+    def slow(arrays):
         time.sleep(0.01)
         return arrays
 
