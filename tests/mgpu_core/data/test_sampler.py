@@ -31,9 +31,9 @@ def test_parts_of_a_batch(count, shares, parts):
 def test_parts_add_up_and_are_within_one_of_the_exact_share(count, shares):
     parts = split(count, shares)
     assert sum(parts) == count
-    for part, share in zip(parts, shares):
-        assert abs(part - count * share / sum(shares)) < 1 + 1e-9
-        assert part == 0 or share > 0
+    for got, share in zip(parts, shares):
+        assert abs(got - count * share / sum(shares)) < 1 + 1e-9
+        assert got == 0 or share > 0
 
 
 @pytest.mark.parametrize("shares", [[], [0, 0], [1, -1, 3]])
