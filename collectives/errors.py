@@ -10,6 +10,8 @@ class CollectiveError(RuntimeError):
     error the contents of outputs are undefined and the communicator refuses further calls.
     """
 
+    echo: bool = False  # whether this only repeats what went wrong at another rank
+
 
 class CollectiveMismatchError(CollectiveError):
     """The ranks called different things: another operation, dtype, count, root or reduction.

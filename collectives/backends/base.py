@@ -1,0 +1,69 @@
+"""What an engine offers to a communicator. Arrays are C-contiguous NumPy arrays (or what the backend's arrays are)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from collectives.call import Call
+
+
+class Pending(ABC):
+    """A call under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when the call has ended; raise what it failed with."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+
+
+class Backend(ABC):
+    """One communicator's engine. Every method but `done` and `close` may raise a CollectiveError."""
+
+    name: str
+    rank: int
+    size: int
+
+    @abstractmethod
+    def run(self, call: Call, source: Any, target: Any) -> None:
+        """Make a collective call from array `source` into array `target` (None where this rank has none)."""
+
+    @abstractmethod
+    def start(self, call: Call, source: Any, target: Any) -> Pending:
+        """Begin a collective call. Calls run in the order in which they were begun."""
+
+    @abstractmethod
+    def plan(self, call: Call, source: Any, target: Any) -> Callable[[], None]:
+        """A function that makes this very call, with these arrays, each time it is called."""
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:
+        """Send and receive (array, peer, tag) messages at the same time; return when all are done."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Any:
+        """Symmetric memory: a zeroed array of bytes at the same place on every rank. All ranks call it together."""
+
+    @abstractmethod
+    def peer_view(self, array: Any, rank: int) -> Any:
+        """The array of `rank` that corresponds to this rank's symmetric `array`."""
+
+    @abstractmethod
+    def split(self, color: int | None, key: int) -> Backend | None:
+        """An engine for the ranks of the same color, in the order of (key, rank); None for color None."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Give up: this rank's and its peers' calls raise, now and later."""
+
+    @abstractmethod
+    def disown(self, reason: str) -> None:
+        """Refuse every further call without a word to the peers: this process is a fork of the rank's."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back. Closing twice is fine."""

@@ -1,0 +1,358 @@
+"""Processes on one host, joined by shared memory: the CPU's own backend.
+
+A call is a job for the compiled executor, made once for each kind of call and run again and again. Arrays in symmetric
+memory are read and written by every rank directly; others go through scratch. When the executor reports that it has
+waited for a while, `_attend` looks at what may be wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from collectives import programs, select
+from collectives.arrays import Array, address
+from collectives.backends.base import Backend, Pending
+from collectives.call import ORDINARY, SIGNATURE_WORDS, Call, describe
+from collectives.contract import geometry
+from collectives.errors import CollectiveError, CollectiveMismatchError
+from collectives.host import ARENAS, Host
+from collectives.job import Job, Link
+from collectives.memory import Heap, parse_bytes
+from collectives.progress import Progress, Queued
+from collectives.region import CLOSED, FAILED, Region, region_bytes
+from collectives.stream import Streams
+from collectives.watch import Watch
+from kernels import native
+from kernels.dtypes import find
+from kernels.executor import DIFFERENT, DONE
+
+SLOTS = 16
+SCRATCH = "16M"  # bytes a rank, in all slots; MGPU_SCRATCH changes it
+_BYTE = find("uint8")
+_NOTHING = np.zeros(0, np.uint8)
+
+
+class Shm(Backend):
+    """One communicator of processes on one host. `members[r]` is the world's number of this communicator's rank r."""
+
+    name = "shm"
+
+    def __init__(self, host: Host, members: Sequence[int], arena: int, timeout: float) -> None:
+        self.host, self.members, self.arena, self.timeout = host, list(members), arena, timeout
+        self.rank, self.size = self.members.index(host.meeting.rank), len(self.members)
+        start, room = host.arena(arena)
+        slot_bytes = parse_bytes(os.environ.get("MGPU_SCRATCH", SCRATCH), "MGPU_SCRATCH") // SLOTS // 64 * 64
+        scratch = start + region_bytes(self.size)
+        mail = scratch + SLOTS * slot_bytes
+        heap = mail + Streams.bytes(self.size)
+        host.own.release(start, room)  # whoever had the arena before: it reads as zero
+        host.own.commit(start, mail - start)
+        self.patience = patience(self.size)
+        self._segments = [host.segments[member] for member in self.members]
+        self.regions = [Region(segment, start, self.size) for segment in self._segments]
+        own = self.regions[self.rank]
+        self.link = Link(
+            self.rank,
+            scratch=[segment.address + scratch for segment in self._segments],
+            boards=[region.board for region in self.regions],
+            flags_in=[own.flag(0, peer) for peer in range(self.size)],
+            flags_out=[region.flag(0, self.rank) for region in self.regions],
+            finished=own.finished,
+            slots=SLOTS,
+            slot_bytes=slot_bytes,
+            patience=self.patience,
+        )
+        self._heap = Heap(heap, start + room - heap)
+        self._heap_range = host.own.address + heap, host.own.address + start + room
+        self._execute = native.load("execute").call
+        self._jobs: dict[tuple[Any, ...], list[Job]] = {}
+        self._progress: Progress | None = None
+        self._failure: CollectiveError | None = None
+        self._closed = False
+        self._parent: Shm | None = None
+        self._birth: tuple[int, int, list[int]] = (0, arena, [])  # which split made this one, where, and for whom
+        self._splits = 0
+        self._dropped: list[list[Any]] = []  # births of sub-communicators closed here, to be settled with the others
+        self._streams = Streams(self, [segment.address + mail for segment in self._segments], mail)
+
+    # Calls
+
+    def run(self, call: Call, source: Array | None, target: Array | None) -> None:
+        self._check_usable()
+        if self._progress is not None and self._progress.busy:
+            self.start(call, source, target).wait()
+            return
+        key, job = self._take_job(call, source, target)
+        self.complete(job, call)
+        self._jobs[key].append(job)
+
+    def start(self, call: Call, source: Array | None, target: Array | None) -> Pending:
+        self._check_usable()
+        if self._progress is None:
+            self._progress = Progress(self)
+        key, job = self._take_job(call, source, target)
+        return self._progress.submit(Queued(call, job, (source, target)), lambda: self._jobs[key].append(job))
+
+    def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[[], None]:
+        self._check_usable()
+        _, job = self._take_job(call, source, target)
+        execute, place = self._execute, job.address
+
+        def run(keep: object = (source, target)) -> None:
+            if self._failure is not None or self._closed or self._progress is not None:
+                self._check_usable()
+                if self._progress is not None and self._progress.busy:
+                    self._progress.submit(Queued(call, job, keep), lambda: None).wait()
+                    return
+            if status := execute(place, 0, 1, 0, 1):
+                self.complete(job, call, status)
+
+        return run
+
+    def _take_job(self, call: Call, source: Array | None, target: Array | None) -> tuple[tuple[Any, ...], Job]:
+        """A job for the call that nobody else is using, and the key of the list to put it back into."""
+        places = self._locate(source), self._locate(target)
+        symmetric = ORDINARY not in places
+        key = (call, *places) if symmetric else (call,)
+        free = self._jobs.setdefault(key, [])
+        job = free.pop() if free else self._make_job(call, [places] * self.size if symmetric else None)
+        if not symmetric:
+            job.inputs[self.rank] = address(_NOTHING if source is None else source)
+            job.outputs[self.rank] = address(_NOTHING if target is None else target)
+        return key, job
+
+    def _locate(self, array: Array | None) -> int:
+        """An array's offset in this communicator's heap, or ORDINARY."""
+        if array is None:
+            return ORDINARY
+        first, last = self._heap_range
+        place = address(array)
+        return place - first if first <= place and place + array.nbytes <= last else ORDINARY
+
+    def _make_job(self, call: Call, places: Sequence[tuple[int, int]] | None) -> Job:
+        """`places`: where in symmetric memory each rank's arrays are; None if some rank's are elsewhere."""
+        memory = "staged" if places is None else "symmetric"
+        nbytes = call.count * call.dtype.itemsize
+        algorithm = call.algorithm or select.choose(call.collective, self.size, nbytes, memory)
+        for pipelined in (False, True):  # the shorter program, if one slice holds the message
+            encoded = programs.ready(
+                call.collective, algorithm, self.size, self.rank,
+                memory=memory, slots=SLOTS, root=call.root, pipelined=pipelined,
+            )  # fmt: skip
+            contract = encoded.program.contract
+            counts = call.count if call.counts is None else np.reshape(call.counts, contract.shape)
+            layout = geometry(contract, counts, call.dtype.itemsize)
+            longest = int(layout.lengths.max(initial=0)) * call.dtype.itemsize
+            if longest * encoded.program.cells <= self.link.slot_bytes - 64 * encoded.program.cells:
+                break
+        combine = 0
+        if contract.reduces and call.collective != "barrier":
+            combine = native.load(f"reduce-{call.dtype.name}-{call.op}").address
+        job = Job(
+            self.link,
+            encoded,
+            layout,
+            call.dtype,
+            combine=combine,
+            scale=call.scale,
+            descriptor=(*call.signature(), encoded.number, *(places[self.rank] if places else (ORDINARY, ORDINARY))),
+        )
+        if places:
+            heap = self._heap_range[0] - self.host.own.address
+            for rank, (segment, (source, target)) in enumerate(zip(self._segments, places, strict=True)):
+                job.inputs[rank], job.outputs[rank] = segment.address + heap + source, segment.address + heap + target
+        return job
+
+    # Trouble
+
+    def complete(self, job: Job, call: Call, status: int | None = None) -> None:
+        """Run a job to its end. `status`: what a first attempt returned."""
+        try:
+            if status is None:
+                status = self._execute(job.address, 0, 1, 0, 1)
+            watch = None
+            while status != DONE:
+                if status == DIFFERENT:
+                    job = self._common_job(job, call)
+                else:
+                    watch = watch or Watch(self, describe(call.signature()))
+                    watch.look(range(self.size), lambda: self._arrivals(self.link.calls + 1))
+                status = self._execute(job.address, 0, 1, 0, 1)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _common_job(self, mine: Job, call: Call) -> Job:
+        """The ranks' descriptors of this call differ: find who made a mistake, or the way to run it that suits all."""
+        number = self.link.calls + 1
+        pages = [region.page(number) for region in self.regions]
+        assert all(pages)
+        words = [page for page in pages if page is not None]
+        if len({page[:SIGNATURE_WORDS] for page in words}) > 1:
+            raise CollectiveMismatchError(_disagreement(number, words))
+        places = [(page[5], page[6]) for page in words]
+        symmetric = all(ORDINARY not in place for place in places)
+        if symmetric == (mine.descriptor[5] != ORDINARY) and len({page[4] for page in words}) > 1:
+            raise CollectiveMismatchError(
+                f"the ranks run different programs for {describe(words[0])}, call {number}; do all of them have the same "
+                f"version of mgpu-core and the same algorithms registered?"
+            )
+        key = (call, *places) if symmetric else (call, "common")
+        job = self._jobs.setdefault(key, [self._make_job(call, places if symmetric else None)])[0]
+        if not symmetric:
+            own = self.rank
+            job.inputs[own], job.outputs[own] = mine.inputs[own], mine.outputs[own]
+        job.skip_entry()
+        mine.restart()
+        return job
+
+    def _arrivals(self, call: int) -> str:
+        """Who has begun a call and who has not, with what each did last."""
+        lines = []
+        for rank, region in enumerate(self.regions):
+            begun = region.calls_begun
+            last = region.page(begun)
+            doing = f"is in call {begun}" if begun > region.calls_ended else f"has ended call {begun}"
+            what = f", {describe(last)}" if last else ""
+            lines.append(f"rank {rank} {'has arrived' if begun >= call else 'has not arrived'}: it {doing}{what}")
+        return "; ".join(lines)
+
+    def fail(self, error: BaseException) -> None:
+        """This communicator is of no further use: remember why, and let the peers know."""
+        if self._failure is None:
+            mine = error if isinstance(error, CollectiveError) else CollectiveError(f"{type(error).__name__}: {error}")
+            self._failure = mine
+            if not self._closed:
+                self.regions[self.rank].leave(FAILED, {"kind": type(mine).__name__, "text": str(mine)})
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise CollectiveError(f"this communicator is of no further use: {self._failure}")
+        if self._closed:
+            raise CollectiveError("this communicator is closed")
+
+    # Memory
+
+    def allocate(self, nbytes: int) -> Array:
+        everybody = [set(json.loads(answer)) for answer in self.gather_bytes(json.dumps(self._heap.pending()).encode())]
+        self._heap.settle(set.intersection(*everybody))
+        offset, problem = 0, ""
+        try:
+            offset = self._heap.allocate(nbytes)
+            self.host.own.commit(offset, nbytes)
+        except MemoryError as error:
+            problem = str(error)
+        problems = [answer.decode() for answer in self.gather_bytes(problem.encode())]
+        if any(problems):
+            if offset:
+                self._heap.free(offset)
+            raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+        array = self.host.own.view(offset, nbytes)
+        self._heap.follow(array, offset)
+        for hole in self._heap.holes():
+            self.host.own.release(*hole)
+        array[:] = 0
+        return array
+
+    def peer_view(self, array: Array, rank: int) -> Array:
+        offset = self.host.own.owner(address(array), array.nbytes)
+        if offset is None:
+            raise ValueError("only symmetric memory has a peer's view; allocate the array with comm.empty or comm.zeros")
+        return self._segments[rank].view(offset, array.nbytes).view(array.dtype).reshape(array.shape)
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, by rank."""
+        lengths = np.zeros(self.size, np.int64)
+        self.run(Call("all_gather", find("int64"), 1), np.array([len(payload)]), lengths)
+        room = int(lengths.max())
+        padded = np.frombuffer(payload.ljust(room, b"\0"), np.uint8)
+        gathered = np.empty((self.size, room), np.uint8)
+        self.run(Call("all_gather", _BYTE, room), padded, gathered)
+        return [row[:length].tobytes() for row, length in zip(gathered, lengths.tolist(), strict=True)]
+
+    # Messages, families, endings
+
+    def exchange(self, sends: Sequence[tuple[Array, int, int]], receives: Sequence[tuple[Array, int, int]]) -> None:
+        self._check_usable()
+        try:
+            self._streams.exchange(sends, receives)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def split(self, color: int | None, key: int) -> Shm | None:
+        mine = {"color": color, "key": key, "free": sorted(self.host.free_arenas), "dropped": self._dropped}
+        answers = [json.loads(answer) for answer in self.gather_bytes(json.dumps(mine).encode())]
+        self._settle_arenas(answers)
+        self._splits += 1
+        family = [rank for rank in range(self.size) if answers[rank]["color"] == color]
+        family.sort(key=lambda rank: (answers[rank]["key"], rank))
+        child, problem = None, ""
+        if color is not None:
+            free = set.intersection(*(set(answers[rank]["free"]) for rank in family))
+            try:
+                if not free:
+                    raise MemoryError(f"{ARENAS} sub-communicators are alive; close those that are done with")
+                child = Shm(self.host, [self.members[rank] for rank in family], min(free), self.timeout)
+                child._parent, child._birth = self, (self._splits, child.arena, family)
+                self.host.free_arenas.discard(child.arena)
+            except MemoryError as error:
+                problem = str(error)
+        problems = [answer.decode() for answer in self.gather_bytes(problem.encode())]
+        if any(problems):
+            raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+        return child
+
+    def _settle_arenas(self, answers: list[dict[str, Any]]) -> None:
+        """Free the arenas of sub-communicators that all of their ranks have closed."""
+        for entry in {json.dumps(entry) for answer in answers for entry in answer["dropped"]}:
+            birth = json.loads(entry)
+            _, arena, family = birth
+            if all(birth in answers[rank]["dropped"] for rank in family):
+                for rank in family:
+                    answers[rank]["free"].append(arena)
+                if self.rank in family:
+                    self._dropped.remove(birth)
+                    self.host.free_arenas.add(arena)
+
+    def abort(self, reason: str) -> None:
+        self.fail(CollectiveError(reason))
+
+    def disown(self, reason: str) -> None:
+        self._failure = CollectiveError(reason)
+        self._closed, self._progress = True, None
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if self._progress is not None:
+            self._progress.close()
+        self._closed = True
+        if self._failure is None:
+            self.regions[self.rank].leave(CLOSED, {})
+            if self._parent is not None:
+                self._parent._dropped.append(list(self._birth))
+        if self.arena == 0:
+            self.host.close()
+
+
+def patience(size: int) -> tuple[int, int]:
+    """How often `size` ranks on this host look at a flag before yielding the core, and before sleeping."""
+    crowded = size > len(os.sched_getaffinity(0))
+    return (20, 50) if crowded else (300, 50)
+
+
+def _disagreement(number: int, words: Sequence[tuple[int, ...]]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, page in enumerate(words):
+        groups.setdefault(describe(page), []).append(rank)
+    told = "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} called {what}"
+        for what, ranks in groups.items()
+    )
+    return f"the ranks disagree in call {number}: {told}"

@@ -1,0 +1,90 @@
+"""What ranks must agree on: one collective call, as each rank's descriptor publishes it.
+
+A descriptor is seven 64-bit words. The first four are the *signature*: if they differ between ranks, somebody has made
+a mistake, and all raise. The last three say how a rank means to run the call: its program's digest and where its arrays
+lie; these may differ, and then all ranks find the common way from everybody's words.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+from collectives.contract import COLLECTIVES
+from kernels.dtypes import DTYPES, OPERATIONS, DType
+
+SIGNATURE_WORDS = 4
+ORDINARY = -1  # the location of an array outside symmetric memory
+
+_CALLS = tuple(COLLECTIVES)
+
+
+@dataclass(frozen=True)
+class PremulSum:
+    """The sum of every rank's contribution times its `scale`: see `premul_sum`."""
+
+    scale: float
+
+
+def premul_sum(scale: float) -> PremulSum:
+    """A reduction that multiplies each contribution by `scale` (the same on every rank) before summing, as NCCL's."""
+    return PremulSum(scale)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call. `count` is the elements of the array (of one block where blocks are equal; of all blocks
+    together with `counts`); `scale` the bits of what premul_sum multiplies by; `algorithm` what the caller insists on."""
+
+    collective: str
+    dtype: DType
+    count: int
+    op: str = "sum"
+    root: int = 0
+    scale: int = 0
+    counts: tuple[int, ...] | None = None
+    algorithm: str | None = None
+
+    def signature(self) -> tuple[int, int, int, int]:
+        """The words that must be equal on every rank."""
+        algorithm = zlib.crc32(self.algorithm.encode()) & 0x7FFF | 1 if self.algorithm else 0
+        what = _CALLS.index(self.collective) | self.dtype.code << 8 | OPERATIONS.index(self.op) << 16
+        counts = 0 if self.counts is None else zlib.crc32(struct.pack(f"{len(self.counts)}q", *self.counts)) + 1
+        return what | self.root << 24 | algorithm << 40, self.count, self.scale, counts
+
+
+def describe(words: tuple[int, ...]) -> str:
+    """A descriptor's signature in words, for people: "all_reduce(float32, count 10, sum)"."""
+    what, count, scale, counts = words[:SIGNATURE_WORDS]
+    collective = _CALLS[what & 0xFF]
+    parts = [DTYPES[what >> 8 & 0xFF].name, f"count {count}"] if collective != "barrier" else []
+    terms = COLLECTIVES[collective]
+    if terms.source is None and collective != "barrier":
+        op = OPERATIONS[what >> 16 & 0xFF]
+        parts.append(f"premul_sum({scale_value(what, scale)})" if op == "premul_sum" else op)
+    if collective in ("reduce", "broadcast", "gather", "scatter"):
+        parts.append(f"root {what >> 24 & 0xFFFF}")
+    if counts:
+        parts.append(f"counts with hash {counts:x}")
+    if what >> 40 & 0x7FFF:
+        parts.append(f"algorithm with hash {what >> 40 & 0x7FFF:x}")
+    return f"{collective}({', '.join(parts)})"
+
+
+def scale_bits(scale: float, dtype: DType) -> int:
+    """What the kernels take as a scale: a float64's bits, or an integer for integer types."""
+    if dtype.kind in ("int", "uint"):
+        if scale != int(scale):
+            raise ValueError(f"premul_sum({scale}) of {dtype.name}: the scale of an integer type must be an integer")
+        return int(scale)
+    bits: int = struct.unpack("<q", struct.pack("<d", scale))[0]
+    return bits
+
+
+def scale_value(what: int, bits: int) -> float:
+    """The scale again, from a descriptor's words."""
+    if DTYPES[what >> 8 & 0xFF].kind in ("int", "uint"):
+        return bits
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value

@@ -1,0 +1,528 @@
+"""The communicator: what a user's program calls.
+
+Arrays may be NumPy, PyTorch or JAX arrays, or anything with `__array_interface__` or DLPack; what comes back is of the
+caller's own kind. An argument of one collective call must agree between ranks in everything that matters (dtype,
+count, reduction, root), or every rank raises CollectiveMismatchError. `out=x` reduces in place.
+
+One thread at a time may use a communicator; another thread's call waits for the lock. Since all ranks must make the same
+calls in the same order, threads that share a communicator have to agree on that order; give each its own with `split`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives import arrays
+from collectives.arrays import Array
+from collectives.backends.base import Backend, Pending
+from collectives.call import Call, PremulSum, scale_bits
+from collectives.errors import CollectiveError
+from kernels.dtypes import OPERATIONS, DType, find
+
+Op = str | PremulSum
+Message = tuple[Array, int, int]  # array, peer, tag
+
+
+class Prepared(NamedTuple):
+    """A checked call: its arrays as the backend takes them, and what makes the caller's result of them afterwards."""
+
+    call: Call
+    source: Array | None
+    target: Array | None
+    result: Callable[[], Any]
+
+
+class Work:
+    """An asynchronous call under way."""
+
+    def __init__(self, pending: Pending, prepared: Prepared) -> None:
+        self._pending, self._prepared = pending, prepared
+
+    def wait(self) -> Any:
+        """Wait until the call has ended and return its result. Raises what the call failed with."""
+        self._pending.wait()
+        return self._prepared.result()
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._pending.done()
+
+
+class Communicator:
+    """A group of ranks that call collectives together.
+
+    Every collective blocks until this rank's arrays may be used again, or with `async_op=True` returns a `Work`.
+    Raised by all: CollectiveMismatchError where ranks disagree, PeerLostError for a rank that died or left,
+    CollectiveTimeoutError at the deadline, ValueError and TypeError for bad arguments. After one of the first three the
+    communicator is of no further use.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.rank = backend.rank
+        self.size = backend.size
+        self._lock = threading.RLock()
+        self._group: tuple[list[Message], list[Message]] | None = None
+        _alive.add(self)
+
+    @property
+    def backend(self) -> str:
+        """The engine's name: shm, sim, cuda, nccl or mpi."""
+        return self._backend.name
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.size}, {self.backend}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    # Reductions
+
+    def all_reduce(
+        self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: str | None = None, async_op: bool = False
+    ) -> Any:
+        """The reduction of every rank's `x`, on every rank: an array like x, or `out`. The same bits on every rank.
+
+        op: "sum", "prod", "min", "max", "avg" or `premul_sum(scale)`. A list of arrays goes as one message per dtype, and
+        a list comes back (`out`: the same list, to reduce in place, or None).
+        """
+        if isinstance(x, (list, tuple)):
+            return self._all_reduce_list(x, op, out, algorithm, async_op)
+        return self._make(self._all_reduce(x, op, out=out, algorithm=algorithm), async_op)
+
+    def reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
+        """The reduction of every rank's `x` on rank `root`: an array like x, or `out`; None on the others."""
+        return self._make(self._reduce(x, op, root=root, out=out), async_op)
+
+    def reduce_scatter(
+        self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None, async_op: bool = False
+    ) -> Any:
+        """This rank's block of the reduction. `x`, the same shape everywhere, is split on axis 0: into equal blocks, or
+        `counts[r]` rows for rank r. Returns an array (rows, ...)."""
+        return self._make(self._reduce_scatter(x, op, out=out, counts=counts), async_op)
+
+    # Copies
+
+    def broadcast(self, x: Any, *, root: int = 0, async_op: bool = False) -> Any:
+        """Rank `root`'s x, on every rank, in place. (JAX arrays cannot be written: there the result is a new one.)"""
+        return self._make(self._broadcast(x, root=root), async_op)
+
+    def all_gather(
+        self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None, async_op: bool = False
+    ) -> Any:
+        """Every rank's x, joined on axis 0: (size * n, ...). With `counts`, rank r brings counts[r] rows."""
+        return self._make(self._all_gather(x, out=out, counts=counts), async_op)
+
+    def gather(
+        self, x: Any, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None, async_op: bool = False
+    ) -> Any:
+        """Every rank's x, joined on axis 0, on rank `root`; None on the others. `counts` as for all_gather."""
+        return self._make(self._gather(x, root=root, out=out, counts=counts), async_op)
+
+    def scatter(
+        self,
+        x: Any = None,
+        *,
+        root: int = 0,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """This rank's block of rank `root`'s x, split on axis 0 into equal blocks or `counts[r]` rows for rank r. Other
+        ranks pass no x (it is not looked at), and `out`, which says what they expect."""
+        return self._make(self._scatter(x, root=root, out=out, counts=counts), async_op)
+
+    def all_to_all(
+        self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None, async_op: bool = False
+    ) -> Any:
+        """Block q of `x` (axis 0) goes to rank q, and what comes back is everybody's block for this rank, joined in rank
+        order. Blocks are equal, or `counts[q]` rows go to rank q (each rank gives its own counts)."""
+        return self._make(self._all_to_all(x, out=out, counts=counts), async_op)
+
+    def barrier(self, *, async_op: bool = False) -> Any:
+        """Return when every rank has come."""
+        return self._make(self._barrier(), async_op)
+
+    def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
+        """Rank `root`'s value on every rank: None, booleans, numbers, strings, lists and dicts of them (what JSON holds;
+        nothing is unpickled)."""
+        text = json.dumps(value).encode() if self.rank == root else b""
+        length = np.array([len(text)], np.int64)
+        self.broadcast(length, root=root)
+        data = np.frombuffer(text, np.uint8).copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
+        self.broadcast(data, root=root)
+        return json.loads(data.tobytes())
+
+    # Messages between two ranks
+
+    def send(self, x: Any, dst: int, *, tag: int = 0) -> None:
+        """Send an array to rank `dst`. Returns when x may be used again; a message of up to 448 KiB (all its unreceived
+        predecessors counted) does not wait for its receiver."""
+        self._messages([(arrays.contiguous(arrays.view(x, "x")), self._peer(dst), tag)], [])
+
+    def recv(self, out: Any, src: int, *, tag: int = 0) -> Any:
+        """Receive into `out` the next array that rank `src` sent with this tag: the same dtype and element count."""
+        self._messages([], [(arrays.view(out, "out", writable=True), self._peer(src), tag)])
+        return out
+
+    def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, tag: int = 0) -> Any:
+        """Send x to `dst` and receive `out` from `src` at the same time: no order of ranks can block."""
+        outgoing = (arrays.contiguous(arrays.view(x, "x")), self._peer(dst), tag)
+        self._messages([outgoing], [(arrays.view(out, "out", writable=True), self._peer(src), tag)])
+        return out
+
+    @contextmanager
+    def group(self) -> Iterator[None]:
+        """Sends and receives made inside run together at its end, in any order: no order of ranks can block."""
+        if self._group is not None:
+            raise CollectiveError("a group is open already; groups do not nest")
+        self._group = ([], [])
+        try:
+            yield
+            sends, receives = self._group
+        finally:
+            self._group = None
+        with self._lock:
+            self._backend.exchange(sends, receives)
+
+    # Symmetric memory
+
+    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
+        """An array in memory that every rank reads and writes directly. All ranks call it together, with equal arguments.
+
+        Raises MemoryError on every rank if one has no room. The memory is freed when every rank has dropped its array
+        and one more is allocated.
+        """
+        kind = find(np.dtype(dtype))
+        dimensions = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
+        if any(n < 0 for n in dimensions):
+            raise ValueError(f"shape {dimensions} has a negative dimension")
+        nbytes = math.prod(dimensions) * kind.itemsize
+        with self._lock:
+            memory: Array = self._backend.allocate(nbytes)
+        return memory.view(kind.numpy).reshape(dimensions)
+
+    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
+        """`empty`, filled with zeros."""
+        array = self.empty(shape, dtype)
+        array[...] = 0
+        self.barrier()
+        return array
+
+    def peer(self, x: Array, rank: int) -> Array:
+        """Rank `rank`'s array that corresponds to this rank's symmetric `x` (or a view of one): shared, not copied.
+
+        When it may be read or written is for the ranks to agree on, by a barrier or a message.
+        """
+        view: Array = self._backend.peer_view(arrays.view(x, "x"), self._peer(rank))
+        return view
+
+    # Plans and families
+
+    def plan(self, collective: str, x: Any = None, *args: Any, **options: Any) -> Callable[[], Any]:
+        """A function that makes one fixed call, with these arrays, each time it is called: the cheapest way to call.
+
+        `comm.plan("all_reduce", x, "sum", out=x)`. The result is in `plan.out` (out, or an array that each call refills).
+        """
+        if collective not in _PLANNABLE:
+            raise ValueError(f"no collective is called {collective!r}; there are {', '.join(_PLANNABLE)}")
+        arguments = args if x is None else (x, *args)
+        with self._lock:
+            prepared: Prepared = getattr(self, f"_{collective}")(*arguments, **options)
+            run = self._backend.plan(prepared.call, prepared.source, prepared.target)
+        run.out = prepared.result()  # type: ignore[attr-defined]
+        return run
+
+    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
+        """A communicator of the ranks that give the same color, ordered by (key, rank); None for those that give None.
+
+        All ranks call it together. Close it, by `close` or `with`, when it is done with.
+        """
+        with self._lock:
+            child = self._backend.split(color, self.rank if key is None else key)
+        return None if child is None else type(self)(child)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Give up: the calls of this rank and of its peers, under way or yet to come, raise."""
+        self._backend.abort(reason)
+
+    def close(self) -> None:
+        """Give everything back; arrays from `empty` stay valid. Closing twice is fine."""
+        self._backend.close()
+
+    # How arguments become a call
+
+    def _all_reduce(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: str | None = None) -> Prepared:
+        source = arrays.view(x, "x")
+        target, result = self._target(x, out, source.shape, source.dtype)
+        return self._prepared("all_reduce", source, target, result, source.size, op=op, algorithm=algorithm)
+
+    def _reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None) -> Prepared:
+        source = arrays.view(x, "x")
+        target, result = self._target(x, out, source.shape, source.dtype) if self.rank == root else (None, _nothing)
+        return self._prepared("reduce", source, target, result, source.size, op=op, root=root)
+
+    def _reduce_scatter(
+        self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None
+    ) -> Prepared:
+        source = arrays.view(x, "x")
+        rows = self._split_rows(source, counts)
+        target, result = self._target(x, out, (rows[self.rank], *source.shape[1:]), source.dtype)
+        return self._blocks("reduce_scatter", source, target, result, rows, counts, op=op)
+
+    def _broadcast(self, x: Any, *, root: int = 0) -> Prepared:
+        if arrays.is_immutable(x):
+            array = arrays.view(x, "x").copy()
+            return self._prepared("broadcast", array, array, lambda: arrays.same_kind(x, array), array.size, root=root)
+        array = arrays.contiguous(arrays.view(x, "x", writable=self.rank != root))
+        return self._prepared("broadcast", array, array, lambda: x, array.size, root=root)
+
+    def _all_gather(self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None) -> Prepared:
+        source, rows = self._own_rows(x, counts)
+        target, result = self._target(x, out, (sum(rows), *source.shape[1:]), source.dtype)
+        return self._blocks("all_gather", source, target, result, rows, counts)
+
+    def _gather(
+        self, x: Any, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None
+    ) -> Prepared:
+        source, rows = self._own_rows(x, counts)
+        shape = (sum(rows), *source.shape[1:])
+        target, result = self._target(x, out, shape, source.dtype) if self.rank == root else (None, _nothing)
+        return self._blocks("gather", source, target, result, rows, counts, root=root)
+
+    def _scatter(
+        self, x: Any = None, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None
+    ) -> Prepared:
+        if self.rank == root:
+            source = arrays.view(x, "x")
+            rows = self._split_rows(source, counts)
+            target, result = self._target(x, out, (rows[root], *source.shape[1:]), source.dtype)
+            return self._blocks("scatter", source, target, result, rows, counts, root=root)
+        if out is None:
+            raise ValueError(f"scatter from rank {root}: rank {self.rank} must give out=, an array to receive into")
+        target = arrays.view(out, "out", writable=True)
+        shaped = target if target.ndim else target.reshape(1)
+        rows = [len(shaped)] * self.size if counts is None else self._checked(counts, len(shaped), "out")
+        return self._blocks("scatter", None, target, lambda: out, rows, counts, root=root, like=shaped)
+
+    def _all_to_all(self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None) -> Prepared:
+        source = arrays.view(x, "x")
+        sent = self._split_rows(source, counts)
+        width = math.prod(source.shape[1:])
+        if counts is None:
+            target, result = self._target(x, out, source.shape, source.dtype)
+            return self._prepared("all_to_all", source, target, result, sent[0] * width)
+        table = np.zeros((self.size, self.size), np.int64)
+        self.all_gather(np.array(sent, np.int64), out=table)
+        target, result = self._target(x, out, (int(table[:, self.rank].sum()), *source.shape[1:]), source.dtype)
+        table *= width
+        elements = tuple(table.ravel().tolist())
+        return self._prepared("all_to_all", source, target, result, int(table.sum()), counts=elements)
+
+    def _barrier(self) -> Prepared:
+        return Prepared(_BARRIER, None, None, _nothing)
+
+    def _all_reduce_list(self, xs: Sequence[Any], op: Op, out: Any, algorithm: str | None, async_op: bool) -> Any:
+        if out is not None and out is not xs:
+            raise ValueError("all_reduce of a list: out is the same list, to reduce in place, or None")
+        results: list[Any] = list(xs)
+        views = [arrays.view(x, f"x[{i}]", writable=out is not None) for i, x in enumerate(xs)]
+        batches: list[tuple[list[int], Array, Any]] = []
+        for dtype in dict.fromkeys(view.dtype for view in views):
+            members = [i for i, view in enumerate(views) if view.dtype == dtype]
+            bucket = np.concatenate([views[i].reshape(-1) for i in members])
+            work = self.all_reduce(bucket, op, out=bucket, algorithm=algorithm, async_op=True)
+            batches.append((members, bucket, work))
+
+        def finish() -> list[Any]:
+            for members, bucket, _ in batches:
+                bounds = np.cumsum([views[i].size for i in members])[:-1]
+                for i, part in zip(members, np.split(bucket, bounds), strict=True):
+                    if out is None:
+                        results[i] = arrays.same_kind(xs[i], part.reshape(views[i].shape))
+                    else:
+                        views[i][...] = part.reshape(views[i].shape)
+            return results
+
+        many = _Many([work for _, _, work in batches], finish)
+        return many if async_op else many.wait()
+
+    def _blocks(
+        self,
+        collective: str,
+        source: Array | None,
+        target: Array | None,
+        result: Callable[[], Any],
+        rows: Sequence[int],
+        counts: Sequence[int] | None,
+        like: Array | None = None,
+        **terms: Any,
+    ) -> Prepared:
+        """A call whose blocks are `rows[r]` rows of arrays like `source` (or `like`)."""
+        shaped = source if source is not None else like
+        assert shaped is not None
+        width = math.prod(shaped.shape[1:])
+        elements = None if counts is None else tuple(n * width for n in rows)
+        count = rows[0] * width if elements is None else sum(elements)
+        return self._prepared(collective, source, target, result, count, counts=elements, **terms)
+
+    def _prepared(
+        self,
+        collective: str,
+        source: Array | None,
+        target: Array | None,
+        result: Callable[[], Any],
+        count: int,
+        op: Op = "sum",
+        root: int = 0,
+        counts: tuple[int, ...] | None = None,
+        algorithm: str | None = None,
+    ) -> Prepared:
+        if not 0 <= root < self.size:
+            raise ValueError(f"root {root} is not a rank; this communicator has ranks 0 to {self.size - 1}")
+        some = source if source is not None else target
+        assert some is not None
+        dtype = find(some.dtype)
+        name, scale = _reduction(op, dtype)
+        if source is not None:
+            source = arrays.contiguous(source)
+            if target is not None and source is not target and not self._in_place(collective, source, target, counts):
+                source = source.copy()
+        return Prepared(Call(collective, dtype, count, name, root, scale, counts, algorithm), source, target, result)
+
+    def _in_place(self, collective: str, source: Array, target: Array, counts: tuple[int, ...] | None) -> bool:
+        """Whether source and target lie apart, or as a call in place has them."""
+        s, t = arrays.address(source), arrays.address(target)
+        if s + source.nbytes <= t or t + target.nbytes <= s:
+            return True
+        if collective in ("all_reduce", "reduce"):
+            return s == t
+        if collective == "all_to_all":
+            return False
+        small = min(source.nbytes, target.nbytes)
+        before = self.rank * small if counts is None else sum(counts[: self.rank]) * source.itemsize
+        return s - t == before if collective in ("all_gather", "gather") else t - s == before
+
+    def _target(
+        self, like: Any, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> tuple[Array, Callable[[], Any]]:
+        """Where the result goes, and what makes the caller's array of it."""
+        if out is None:
+            fresh = np.empty(shape, dtype)
+            return fresh, lambda: arrays.same_kind(like, fresh)
+        target = arrays.view(out, "out", writable=True)
+        if target.dtype != dtype or target.size != math.prod(shape):
+            raise ValueError(
+                f"out has {target.size} elements of {target.dtype} (shape {target.shape}); the result has "
+                f"{math.prod(shape)} of {dtype} (shape {shape})"
+            )
+        return target, lambda: out
+
+    def _own_rows(self, x: Any, counts: Sequence[int] | None) -> tuple[Array, list[int]]:
+        source = arrays.view(x, "x")
+        source = source if source.ndim else source.reshape(1)
+        if counts is None:
+            return source, [len(source)] * self.size
+        return source, self._checked(counts, len(source), "x")
+
+    def _split_rows(self, source: Array, counts: Sequence[int] | None) -> list[int]:
+        rows = len(source) if source.ndim else 1
+        if counts is not None:
+            given = self._checked(counts, None, "x")
+            if sum(given) != rows:
+                raise ValueError(f"counts {given} add up to {sum(given)} rows, and x has {rows}")
+            return given
+        if rows % self.size:
+            raise ValueError(
+                f"{rows} rows cannot be split evenly among {self.size} ranks; pass counts=, the rows for each rank"
+            )
+        return [rows // self.size] * self.size
+
+    def _checked(self, counts: Sequence[int], own: int | None, what: str) -> list[int]:
+        given = [int(count) for count in counts]
+        if len(given) != self.size or min(given) < 0:
+            raise ValueError(f"counts {given}: expected {self.size} numbers of rows, none negative, one for each rank")
+        if own is not None and given[self.rank] != own:
+            raise ValueError(f"counts says {given[self.rank]} rows for rank {self.rank}, and {what} has {own}")
+        return given
+
+    def _peer(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank {rank} does not exist; this communicator has ranks 0 to {self.size - 1}")
+        return rank
+
+    def _make(self, prepared: Prepared, async_op: bool) -> Any:
+        call, source, target, result = prepared
+        with self._lock:
+            if async_op:
+                return Work(self._backend.start(call, source, target), prepared)
+            self._backend.run(call, source, target)
+        return result()
+
+    def _messages(self, sends: list[Message], receives: list[Message]) -> None:
+        if self._group is not None:
+            self._group[0].extend(sends)
+            self._group[1].extend(receives)
+            return
+        with self._lock:
+            self._backend.exchange(sends, receives)
+
+
+class _Many:
+    """Several `Work`s as one."""
+
+    def __init__(self, works: list[Work], finish: Callable[[], Any]) -> None:
+        self._works, self._finish = works, finish
+
+    def wait(self) -> Any:
+        for work in self._works:
+            work.wait()
+        return self._finish()
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _reduction(op: Op, dtype: DType) -> tuple[str, int]:
+    """The operation's name and scale. Raises ValueError for one that does not exist, TypeError for one without sense."""
+    name, scale = ("premul_sum", scale_bits(op.scale, dtype)) if isinstance(op, PremulSum) else (op, 0)
+    if name not in OPERATIONS or (name == "premul_sum") != isinstance(op, PremulSum):
+        raise ValueError(f'op {op!r} is not known; use "sum", "prod", "min", "max", "avg" or collectives.premul_sum(scale)')
+    if name not in dtype.operations():
+        raise TypeError(f"{name} of {dtype.name} makes no sense; it has {', '.join(dtype.operations())}")
+    return name, scale
+
+
+_BARRIER = Call("barrier", find("uint8"), 0)
+_PLANNABLE = (
+    "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier",
+)  # fmt: skip
+_alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A forked child shares its parent's counters and flags, and would corrupt them: its communicators are unusable."""
+    for communicator in list(_alive):
+        communicator._backend.disown(f"process {os.getpid()} was forked from a rank; only the parent may go on as that rank")
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,151 @@
+"""The executor's arguments: a communicator's *link* and one call's *job*, as the arrays of words that
+`kernels/executor.py` lays down. Any backend whose ranks share memory builds them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from collectives.contract import Geometry
+from collectives.program import Program
+from kernels import executor as x
+from kernels.dtypes import DType
+
+Words = npt.NDArray[np.int64]
+LINE = 64
+
+
+class Link:
+    """One rank's view of a communicator: whose memory is where. All addresses are this process's.
+
+    `scratch`, `boards`: every rank's. `flags_in[q]`: this rank's flag that rank q raises; `flags_out[q]`: rank q's flag
+    that this rank raises. `finished`: where this rank counts the calls that it has ended.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        scratch: Sequence[int],
+        boards: Sequence[int],
+        flags_in: Sequence[int],
+        flags_out: Sequence[int],
+        finished: int,
+        slots: int,
+        slot_bytes: int,
+        patience: tuple[int, int],
+        channels: int = 1,
+        flags_stride: int = 0,
+    ) -> None:
+        size = len(scratch)
+        tables = [np.array(table, np.int64) for table in (scratch, boards, flags_in, flags_out)]
+        self.counters = np.zeros((channels, x.COUNTERS + 2 * size), np.int64)
+        self.words = np.zeros(x.LINK_WORDS, np.int64)
+        self.words[x.LINK_RANK] = rank
+        self.words[x.LINK_SIZE] = size
+        self.words[x.LINK_SLOTS] = slots
+        self.words[x.LINK_SLOT_BYTES] = slot_bytes
+        self.words[x.LINK_SPINS], self.words[x.LINK_YIELDS] = patience
+        places = (x.LINK_SCRATCH, x.LINK_BOARDS, x.LINK_FLAGS_IN, x.LINK_FLAGS_OUT)
+        for place, table in zip(places, tables, strict=True):
+            self.words[place] = table.ctypes.data
+        self.words[x.LINK_FLAGS_STRIDE] = flags_stride
+        self.words[x.LINK_COUNTERS] = self.counters.ctypes.data
+        self.words[x.LINK_FINISHED] = finished
+        self.address = int(self.words.ctypes.data)
+        self.rank, self.size, self.slots, self.slot_bytes = rank, size, slots, slot_bytes
+        self._keep = tables
+
+    @property
+    def calls(self) -> int:
+        """Collective calls that have ended."""
+        return int(self.counters[0, x.COUNT_CALLS])
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One rank's part of a program, ready for the executor."""
+
+    program: Program
+    code: Words
+    signals_in: Words
+    number: int  # the program's digest, as far as a word holds it
+
+    @classmethod
+    def of(cls, program: Program, rank: int) -> Encoded:
+        """Encode the body of `rank`."""
+        number = int(program.digest()[:15], 16)
+        return cls(program, program.encode(rank), program.signals_in(rank), number)
+
+
+class Job:
+    """One call, ready to run: `execute(job.address, 0, 1, 0, 1)`.
+
+    `inputs` and `outputs` (int64, one address per rank) may be changed between runs, as may `descriptor`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        encoded: Encoded,
+        geometry: Geometry,
+        dtype: DType,
+        *,
+        combine: int = 0,
+        scale: int = 0,
+        descriptor: Sequence[int] = (),
+        channels: int = 1,
+    ) -> None:
+        program = encoded.program
+        longest = int(geometry.lengths.max(initial=0))
+        cell_bytes = link.slot_bytes // max(program.cells, 1) // LINE * LINE
+        step = max(longest, 1) if program.cells == 0 else cell_bytes // dtype.itemsize
+        if step == 0:
+            raise ValueError(
+                f"{program!r} needs {program.cells} cells of scratch, more than a slot of {link.slot_bytes} bytes holds"
+            )
+        slices = max(1, -(-longest // step))
+        if slices > 1 and not program.pipelined:
+            raise ValueError(
+                f"{program!r} takes at most {step * dtype.itemsize} bytes a chunk, and this call has "
+                f"{longest * dtype.itemsize}; choose another algorithm for messages of this size"
+            )
+        self.inputs, self.outputs = np.zeros(link.size, np.int64), np.zeros(link.size, np.int64)
+        operands = np.zeros(channels * (2 * link.size + 2), np.int64)
+        tables = {
+            x.JOB_CODE: encoded.code,
+            x.JOB_LENGTHS: geometry.lengths,
+            x.JOB_INPUTS: self.inputs,
+            x.JOB_OUTPUTS: self.outputs,
+            x.JOB_IN_STARTS: geometry.inputs,
+            x.JOB_OUT_STARTS: geometry.outputs,
+            x.JOB_SIGNALS_IN: encoded.signals_in,
+            x.JOB_OPERANDS: operands,
+        }
+        self.words = np.zeros(x.JOB_PLACE + channels * x.PLACE_WORDS, np.int64)
+        self.words[x.JOB_LINK] = link.address
+        self.words[x.JOB_SLICES] = slices
+        self.words[x.JOB_STEP] = step
+        self.words[x.JOB_ITEMSIZE] = dtype.itemsize
+        self.words[x.JOB_CELL_BYTES] = cell_bytes
+        self.words[x.JOB_COMBINE] = combine
+        self.words[x.JOB_SCALE] = scale
+        self.words[x.JOB_RANKS] = link.size
+        for place, table in tables.items():
+            self.words[place] = table.ctypes.data
+        self.descriptor = self.words[x.JOB_DESCRIPTOR : x.JOB_DESCRIPTOR + len(descriptor)]
+        self.descriptor[:] = descriptor
+        self.address = int(self.words.ctypes.data)
+        self._keep = (link, *tables.values())
+
+    def skip_entry(self) -> None:
+        """The next run's Enter is over already: another job of this call has done it."""
+        self.words[x.JOB_PLACE + x.PLACE_ENTERED] = 2
+
+    def restart(self) -> None:
+        """Forget how far an unfinished run has come."""
+        self.words[x.JOB_PLACE :] = 0

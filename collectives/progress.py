@@ -1,0 +1,133 @@
+"""Calls that go on while the caller computes: a queue of jobs and the thread that runs them.
+
+The thread stays in compiled code, without the interpreter lock, as long as nothing is wrong, so a caller busy in Python
+does not hold a collective up. It sleeps while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from collectives.backends.base import Pending
+from collectives.call import Call
+from collectives.job import LINE, Job
+from kernels import native
+from kernels.progress import IDLE, QUEUE_BYTES, QUEUE_CAPACITY, QUEUE_COMPLETED
+
+if TYPE_CHECKING:
+    from collectives.backends.shm import Shm
+
+
+class Queued(NamedTuple):
+    """A call, its job, and the objects that must live until it has ended."""
+
+    call: Call
+    job: Job
+    keep: object
+
+
+class Progress:
+    """A communicator's queue and thread."""
+
+    def __init__(self, shm: Shm) -> None:
+        self._shm = shm
+        self._memory = np.zeros(QUEUE_BYTES + LINE, np.uint8)
+        self._queue = -(-self._memory.ctypes.data // LINE) * LINE
+        self._submit, self._serve, self._complete, self.settle = (
+            native.load(name).call for name in ("submit", "serve", "complete", "settle")
+        )
+        self._running: deque[tuple[int, Queued, Callable[[], None]]] = deque()
+        self._submitted = 0
+        self._closing = False
+        self._lock = threading.Lock()
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="mgpu progress", daemon=True)
+        self._thread.start()
+        ours = weakref.ref(self)
+        atexit.register(lambda: (progress := ours()) and progress.close())
+
+    @property
+    def completed(self) -> int:
+        """The number of the last call that has ended, counted modulo 2**32."""
+        return ctypes.c_uint32.from_address(self._queue + QUEUE_COMPLETED).value
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls are under way."""
+        return self.completed != self._submitted & 0xFFFFFFFF
+
+    @property
+    def flag(self) -> int:
+        """Address of the flag that counts ended calls."""
+        return self._queue + QUEUE_COMPLETED
+
+    def submit(self, queued: Queued, ended: Callable[[], None]) -> Ticket:
+        """Put a call at the end of the queue; `ended` is called, from some thread of the caller's, after it has ended."""
+        with self._lock:
+            self._sweep()
+            while len(self._running) >= QUEUE_CAPACITY - 1:
+                self.settle(self.flag, self._running[0][0], 0, 0)
+                self._sweep()
+            self._submitted += 1
+            self._running.append((self._submitted, queued, ended))
+            self._submit(self._queue, queued.job.address, self._submitted)
+            return Ticket(self, self._submitted)
+
+    def ended(self, number: int) -> bool:
+        """Whether a call has ended."""
+        return (self.completed - number) & 0xFFFFFFFF < 0x80000000
+
+    def _sweep(self) -> None:
+        while self._running and self.ended(self._running[0][0]):
+            _, _, ended = self._running.popleft()
+            ended()
+
+    def _work(self) -> None:
+        while not self._closing:
+            status = self._serve(self._queue)
+            if status == IDLE:
+                continue
+            # The call after the last one that has ended waits, or differs between ranks.
+            number = self.completed + 1
+            queued = next(entry for n, entry, _ in list(self._running) if n & 0xFFFFFFFF == number & 0xFFFFFFFF)
+            try:
+                self._shm.complete(queued.job, queued.call, status)
+            except BaseException as error:  # raised again by every wait
+                self.failure = error
+                while self.busy:
+                    self._complete(self._queue)
+                return
+            self._complete(self._queue)
+
+    def close(self) -> None:
+        """Let the calls under way end, and the thread with them."""
+        while self.busy and self._thread.is_alive():
+            self.settle(self.flag, self._submitted, 0, 0)
+        self._closing = True
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+class Ticket(Pending):
+    """One call in the queue."""
+
+    def __init__(self, progress: Progress, number: int) -> None:
+        self._progress, self._number = progress, number
+
+    def wait(self) -> None:
+        progress = self._progress
+        while not progress.ended(self._number):
+            progress.settle(progress.flag, self._number, 200, 20)
+        if progress.failure is not None:
+            raise progress.failure
+
+    def done(self) -> bool:
+        return self._progress.ended(self._number)

@@ -1,0 +1,96 @@
+"""What a communicator keeps at the start of its arena, in each member's segment, for the others to see.
+
+Offsets in bytes: the rank's state (whether it has given up or closed), its board of descriptors, the count of calls it
+has ended, and the flags that its peers raise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+
+import numpy as np
+
+from collectives.memory import PAGE, Segment
+from kernels.executor import DESCRIPTOR_WORDS, PAGE_BYTES, PAGES
+
+_STATE = 0  # a flag: OPEN, FAILED or CLOSED; then the length of the reason and the reason, JSON
+_REASON = 64
+_REASON_BYTES = 1984
+_FINISHED = _REASON + _REASON_BYTES
+_BOARD = _FINISHED + 64
+_FLAGS = _BOARD + PAGES * PAGE_BYTES
+_FLAG_BYTES = 64
+_KINDS = 3  # flags from each peer: of collectives, of messages that arrived, of messages that it has taken
+
+OPEN, FAILED, CLOSED = range(3)
+
+
+def region_bytes(size: int) -> int:
+    """Bytes of the region in a communicator of `size` ranks: whole pages."""
+    return -(-(_FLAGS + _KINDS * size * _FLAG_BYTES) // PAGE) * PAGE
+
+
+class Region:
+    """One member's region, as this process maps it."""
+
+    def __init__(self, segment: Segment, offset: int, size: int) -> None:
+        self.address = segment.address + offset
+        self.size = size
+        self._bytes = segment.view(offset, region_bytes(size))
+        self._words = self._bytes[: _FLAGS // 8 * 8].view(np.int64)
+
+    @property
+    def board(self) -> int:
+        """Address of the board."""
+        return self.address + _BOARD
+
+    @property
+    def finished(self) -> int:
+        """Address of the count of ended calls."""
+        return self.address + _FINISHED
+
+    def flag(self, kind: int, peer: int) -> int:
+        """Address of this member's flag of a kind (0 collective, 1 message, 2 message taken) that `peer` raises."""
+        return self.address + _FLAGS + (kind * self.size + peer) * _FLAG_BYTES
+
+    @property
+    def calls_ended(self) -> int:
+        """Collective calls that this member has ended."""
+        return int(self._words[_FINISHED // 8])
+
+    def page(self, call: int) -> tuple[int, ...] | None:
+        """This member's descriptor of a call (numbered from 1), or None if it has not made it or it is long ago."""
+        start = (_BOARD + call % PAGES * PAGE_BYTES) // 8
+        words = self._words[start : start + 1 + DESCRIPTOR_WORDS].tolist()
+        return tuple(words[1:]) if words[0] & 0xFFFFFFFF == call & 0xFFFFFFFF else None
+
+    @property
+    def calls_begun(self) -> int:
+        """The number of the newest call on the board."""
+        numbers = self._words[_BOARD // 8 : _FLAGS // 8 : PAGE_BYTES // 8]
+        return int((numbers & 0xFFFFFFFF).max())
+
+    @property
+    def state(self) -> int:
+        """OPEN, FAILED or CLOSED."""
+        return ctypes.c_uint32.from_address(self.address + _STATE).value
+
+    def leave(self, state: int, reason: dict[str, object]) -> None:
+        """Say that this member has failed or closed, and why."""
+        text = json.dumps(reason).encode()
+        if len(text) > _REASON_BYTES - 8:
+            reason = {**reason, "text": str(reason.get("text", ""))[:500]}
+            text = json.dumps(reason).encode()[: _REASON_BYTES - 8]
+        self._bytes[_REASON + 8 : _REASON + 8 + len(text)] = np.frombuffer(text, np.uint8)
+        self._words[_REASON // 8] = len(text)
+        ctypes.c_uint32.from_address(self.address + _STATE).value = state
+
+    def reason(self) -> dict[str, object]:
+        """What the member said when it left."""
+        length = int(self._words[_REASON // 8])
+        try:
+            found = json.loads(self._bytes[_REASON + 8 : _REASON + 8 + length].tobytes())
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
