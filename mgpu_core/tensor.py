@@ -71,10 +71,10 @@ class Tensor:
         return self.shape[0]
 
     def __bool__(self) -> bool:
-        return bool(self.data)
+        return bool(self.item())
 
     def __float__(self) -> float:
-        return float(self.data)
+        return float(self.item())
 
     def item(self) -> float | int:
         """The value of a tensor with one element, as a Python number."""

@@ -229,7 +229,7 @@ def _gathered(
 
 
 def _blocks(images: int, size: tuple[int, ...], width: int, dtype: Any) -> Iterator[tuple[slice, int, Array]]:
-    """Cuts the column matrix between lines of places: (its rows, the first line, memory for them), one after another."""
+    """Cuts the column matrix between lines of places; of each block its rows, its first line, and memory for it."""
     lines, across = images * size[0], size[1]
     step = max(1, min(lines, _BLOCK // (across * width)))
     memory = np.empty((step * across, width), dtype=dtype)
