@@ -1,51 +1,47 @@
-"""Is the `kernels` beside us ours? Such plain names are taken by other distributions too, and whoever comes first on
-sys.path, or was installed last into the same folder, wins.
+"""Is the `kernels` that would be imported ours? Other distributions use such plain names too, and the one that comes
+first on sys.path, or was installed last into the same folder, wins.
 """
 
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 
-DISTRIBUTION = "mgpu-core"
-MARKER = f'__distribution__ = "{DISTRIBUTION}"'.encode()
+MARKER = b'__distribution__ = "mgpu-core"'
 
 
 class ShadowedPackageError(ImportError):
-    """Another distribution's package hides one of ours."""
+    """One of our packages is hidden by another of the same name, or missing."""
 
 
 def check_ours(package: str) -> None:
     """Raise ShadowedPackageError unless importing `package` would give mgpu-core's own.
 
-    The package is looked at and not imported, since a stranger's import may fail or do anything. It costs what the
-    import system's own search costs; distributions are only scanned when something is wrong.
+    The package is looked at and not imported, since importing a stranger may fail or do anything. This costs one search
+    of sys.path; the installed distributions are scanned only when something is wrong.
     """
     spec = importlib.util.find_spec(package)
-    if spec and spec.origin and MARKER in Path(spec.origin).read_bytes():
+    if spec is None or spec.origin is None:
+        raise ShadowedPackageError(f"mgpu-core's package `{package}` is missing; reinstall mgpu-core")
+    if MARKER in Path(spec.origin).read_bytes():
         return
-    found = [spec.origin] if spec and spec.origin else list(spec.submodule_search_locations or ()) if spec else []
-    raise ShadowedPackageError(explain(package, found))
-
-
-def explain(package: str, found: list[str]) -> str:
-    """Say which distribution's `package` was found, where, and what to do."""
-    if not found:
-        return (
-            f"mgpu-core's package `{package}` is missing; "
-            "reinstall it: pip install --force-reinstall --no-deps mgpu-core"
-        )
-    from importlib.metadata import packages_distributions
-
-    owners = sorted({owner for owner in packages_distributions().get(package, []) if owner != DISTRIBUTION})
+    owners = owners_of(Path(spec.origin))
     if owners:
         whose = f"it belongs to the distribution {' or '.join(map(repr, owners))}"
-        remedy = (
-            f"Give each an environment of its own, or uninstall that one and put ours back: pip uninstall {owners[0]}; "
-            "pip install --force-reinstall --no-deps mgpu-core"
-        )
+        remedy = f"Give each an environment of its own, or pip uninstall {owners[0]} and then reinstall mgpu-core"
     else:
         whose = "it belongs to no installed distribution"
         remedy = "Rename it, or take its folder off sys.path (the script's folder, the working folder, PYTHONPATH)"
-    return (
-        f"mgpu-core's package `{package}` is hidden by another one of that name at {' and '.join(found)}; "
-        f"{whose}. {remedy}."
+    raise ShadowedPackageError(
+        f"mgpu-core's package `{package}` is hidden by another one of that name at {spec.origin}; {whose}. {remedy}."
     )
+
+
+def owners_of(path: Path) -> list[str]:
+    """Names of the installed distributions, ours apart, that list `path` among their files."""
+    owners = {
+        distribution.metadata["Name"]
+        for distribution in importlib.metadata.distributions()
+        for file in distribution.files or ()
+        if file.name == path.name and Path(str(distribution.locate_file(file))) == path
+    }
+    return sorted(owners - {"mgpu-core"})
