@@ -34,8 +34,8 @@ def view(x: Any, role: str = "the array", writable: bool = False) -> Array:
             raise ValueError(f"{role} is read-only, and would have to be written to; pass a writable copy")
         if not array.flags.c_contiguous:
             raise ValueError(
-                f"{role} (shape {array.shape}, strides {array.strides} bytes) is not C-contiguous, and would have to be "
-                f"written to; pass a contiguous array and copy it back"
+                f"{role} (shape {array.shape}, strides {array.strides} bytes) is not C-contiguous, and would have to "
+                f"be written to; pass a contiguous array and copy it back"
             )
     return array
 
@@ -80,12 +80,16 @@ def _foreign(x: Any, role: str, writable: bool) -> Array:
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)
     if hasattr(x, "__cuda_array_interface__"):
-        raise TypeError(f"{role} is in GPU memory, and this communicator's backend moves CPU arrays; use backend='cuda' or 'nccl'")
+        raise TypeError(
+            f"{role} is in GPU memory, and this communicator's backend moves CPU arrays; use backend='cuda' or 'nccl'"
+        )
     if kind == "torch":
         return _from_torch(x, role)
     if kind == "jax":
         if writable:
-            raise ValueError(f"{role} is a JAX array, which cannot be written to; take the result that the call returns")
+            raise ValueError(
+                f"{role} is a JAX array, which cannot be written to; take the result that the call returns"
+            )
         return np.asarray(x)
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
@@ -109,7 +113,10 @@ def _from_torch(tensor: Any, role: str) -> Array:
     import torch
 
     if tensor.device.type != "cpu":
-        raise TypeError(f"{role} is on {tensor.device}, and this communicator's backend moves CPU arrays; use backend='nccl' or 'cuda'")
+        raise TypeError(
+            f"{role} is on {tensor.device}, and this communicator's backend moves CPU arrays; "
+            f"use backend='nccl' or 'cuda'"
+        )
     tensor = tensor.detach()
     extra = _TORCH_EXTRA.get(str(tensor.dtype))
     if extra:

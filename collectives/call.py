@@ -34,8 +34,11 @@ def premul_sum(scale: float) -> PremulSum:
 
 @dataclass(frozen=True)
 class Call:
-    """One collective call. `count` is the elements of the array (of one block where blocks are equal; of all blocks
-    together with `counts`); `scale` the bits of what premul_sum multiplies by; `algorithm` what the caller insists on."""
+    """One collective call.
+
+    `count`: elements of the array, of one block where there are equal blocks, or of all blocks together with `counts`.
+    `scale`: the bits of what premul_sum multiplies by. `algorithm`: what the caller insists on.
+    """
 
     collective: str
     dtype: DType

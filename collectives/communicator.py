@@ -4,8 +4,9 @@ Arrays may be NumPy, PyTorch or JAX arrays, or anything with `__array_interface_
 caller's own kind. An argument of one collective call must agree between ranks in everything that matters (dtype,
 count, reduction, root), or every rank raises CollectiveMismatchError. `out=x` reduces in place.
 
-One thread at a time may use a communicator; another thread's call waits for the lock. Since all ranks must make the same
-calls in the same order, threads that share a communicator have to agree on that order; give each its own with `split`.
+One thread at a time may use a communicator; another thread's call waits for the lock. Since all ranks must make the
+same calls in the same order, threads that share a communicator have to agree on that order; give each its own with
+`split`.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Communicator:
     ) -> Any:
         """The reduction of every rank's `x`, on every rank: an array like x, or `out`. The same bits on every rank.
 
-        op: "sum", "prod", "min", "max", "avg" or `premul_sum(scale)`. A list of arrays goes as one message per dtype, and
-        a list comes back (`out`: the same list, to reduce in place, or None).
+        op: "sum", "prod", "min", "max", "avg" or `premul_sum(scale)`. A list of arrays goes as one message per dtype,
+        and a list comes back (`out`: the same list, to reduce in place, or None).
         """
         if isinstance(x, (list, tuple)):
             return self._all_reduce_list(x, op, out, algorithm, async_op)
@@ -150,8 +151,9 @@ class Communicator:
     def all_to_all(
         self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None, async_op: bool = False
     ) -> Any:
-        """Block q of `x` (axis 0) goes to rank q, and what comes back is everybody's block for this rank, joined in rank
-        order. Blocks are equal, or `counts[q]` rows go to rank q (each rank gives its own counts)."""
+        """Block q of `x` (axis 0) goes to rank q, and what comes back is everybody's block for this rank, joined in
+        rank order. Blocks are equal, or `counts[q]` rows go to rank q (each rank gives its own counts).
+        """
         return self._make(self._all_to_all(x, out=out, counts=counts), async_op)
 
     def barrier(self, *, async_op: bool = False) -> Any:
@@ -159,8 +161,9 @@ class Communicator:
         return self._make(self._barrier(), async_op)
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
-        """Rank `root`'s value on every rank: None, booleans, numbers, strings, lists and dicts of them (what JSON holds;
-        nothing is unpickled)."""
+        """Rank `root`'s value on every rank: None, booleans, numbers, strings, lists and dicts of them (what JSON
+        holds; nothing is unpickled).
+        """
         text = json.dumps(value).encode() if self.rank == root else b""
         length = np.array([len(text)], np.int64)
         self.broadcast(length, root=root)
@@ -203,7 +206,8 @@ class Communicator:
     # Symmetric memory
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
-        """An array in memory that every rank reads and writes directly. All ranks call it together, with equal arguments.
+        """An array in memory that every rank reads and writes directly. All ranks call it together, with equal
+        arguments.
 
         Raises MemoryError on every rank if one has no room. The memory is freed when every rank has dropped its array
         and one more is allocated.
@@ -237,7 +241,8 @@ class Communicator:
     def plan(self, collective: str, x: Any = None, *args: Any, **options: Any) -> Callable[[], Any]:
         """A function that makes one fixed call, with these arrays, each time it is called: the cheapest way to call.
 
-        `comm.plan("all_reduce", x, "sum", out=x)`. The result is in `plan.out` (out, or an array that each call refills).
+        `comm.plan("all_reduce", x, "sum", out=x)`. The result is in `plan.out` (out, or an array that each call
+        refills).
         """
         if collective not in _PLANNABLE:
             raise ValueError(f"no collective is called {collective!r}; there are {', '.join(_PLANNABLE)}")
@@ -297,9 +302,7 @@ class Communicator:
         target, result = self._target(x, out, (sum(rows), *source.shape[1:]), source.dtype)
         return self._blocks("all_gather", source, target, result, rows, counts)
 
-    def _gather(
-        self, x: Any, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None
-    ) -> Prepared:
+    def _gather(self, x: Any, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None) -> Prepared:
         source, rows = self._own_rows(x, counts)
         shape = (sum(rows), *source.shape[1:])
         target, result = self._target(x, out, shape, source.dtype) if self.rank == root else (None, _nothing)
@@ -503,10 +506,12 @@ def _nothing() -> None:
 
 
 def _reduction(op: Op, dtype: DType) -> tuple[str, int]:
-    """The operation's name and scale. Raises ValueError for one that does not exist, TypeError for one without sense."""
+    """The operation's name and scale. Raises ValueError for an unknown one, TypeError for one without sense."""
     name, scale = ("premul_sum", scale_bits(op.scale, dtype)) if isinstance(op, PremulSum) else (op, 0)
     if name not in OPERATIONS or (name == "premul_sum") != isinstance(op, PremulSum):
-        raise ValueError(f'op {op!r} is not known; use "sum", "prod", "min", "max", "avg" or collectives.premul_sum(scale)')
+        raise ValueError(
+            f'op {op!r} is not known; use "sum", "prod", "min", "max", "avg" or collectives.premul_sum(scale)'
+        )
     if name not in dtype.operations():
         raise TypeError(f"{name} of {dtype.name} makes no sense; it has {', '.join(dtype.operations())}")
     return name, scale
@@ -522,7 +527,9 @@ _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
 def _after_fork() -> None:
     """A forked child shares its parent's counters and flags, and would corrupt them: its communicators are unusable."""
     for communicator in list(_alive):
-        communicator._backend.disown(f"process {os.getpid()} was forked from a rank; only the parent may go on as that rank")
+        communicator._backend.disown(
+            f"process {os.getpid()} was forked from a rank; only the parent may go on as that rank"
+        )
 
 
 os.register_at_fork(after_in_child=_after_fork)

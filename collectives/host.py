@@ -24,7 +24,9 @@ class Host:
         strangers = [peer for peer in meeting.peers if not peer.local]
         if strangers:
             where = ", ".join(f"rank {peer.rank} on {peer.host}" for peer in strangers)
-            raise RuntimeError(f"the shm backend joins ranks of one host, and there are others: {where}; use backend='mpi' or 'nccl'")
+            raise RuntimeError(
+                f"the shm backend joins ranks of one host, and there are others: {where}; use backend='mpi' or 'nccl'"
+            )
         self.meeting = meeting
         sizes = meeting.exchange(heap_bytes((1 + ARENAS // _SHARE) * meeting.size).to_bytes(8, "little"))
         self._world = min(int.from_bytes(size, "little") for size in sizes) // (_SHARE * PAGE) * (_SHARE * PAGE)

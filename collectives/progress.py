@@ -70,7 +70,7 @@ class Progress:
         return self._queue + QUEUE_COMPLETED
 
     def submit(self, queued: Queued, ended: Callable[[], None]) -> Ticket:
-        """Put a call at the end of the queue; `ended` is called, from some thread of the caller's, after it has ended."""
+        """Put a call at the end of the queue; `ended` is called after it has ended, when the caller comes by again."""
         with self._lock:
             self._sweep()
             while len(self._running) >= QUEUE_CAPACITY - 1:

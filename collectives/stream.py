@@ -1,5 +1,6 @@
 """Messages between two ranks: every ordered pair has a stream of slots in the sender's memory, an endless pipeline
-with a credit per slot, so a send returns as soon as its data is in the slots and a large one goes on as they are emptied.
+with a credit per slot, so a send returns as soon as its data is in the slots and a large one goes on as they are
+emptied.
 
 A message is a header (tag, dtype, count) and its data. The receiver takes messages in the order in which they were
 sent; those with a tag that it does not ask for are put aside, so any order of receiving is right.
@@ -105,7 +106,9 @@ class Streams:
                 _check(self._shm.rank, tag, find(array.dtype), array.size, out)
                 out.reshape(-1)[:] = array.reshape(-1)
                 return
-        raise CollectiveTimeoutError(f"recv from this very rank, tag {tag}: nothing was sent, and nobody else can send it")
+        raise CollectiveTimeoutError(
+            f"recv from this very rank, tag {tag}: nothing was sent, and nobody else can send it"
+        )
 
     def _end(self, peer: int, sending: bool) -> _End:
         if (peer, sending) not in self._ends:

@@ -44,7 +44,8 @@ class Watch:
                 )
                 error.echo = True
                 raise error
-        # What a peer did before it went may have arrived since we last looked at our flags: only the second look counts.
+        # What a peer did before it went may have arrived since we last looked at our flags: only the second look
+        # counts.
         gone = [rank for rank in peers if rank in self._gone]
         if gone:
             raise PeerLostError(f"{self._call}: {'; '.join(map(self._obituary, gone))}")

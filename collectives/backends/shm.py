@@ -199,8 +199,8 @@ class Shm(Backend):
         symmetric = all(ORDINARY not in place for place in places)
         if symmetric == (mine.descriptor[5] != ORDINARY) and len({page[4] for page in words}) > 1:
             raise CollectiveMismatchError(
-                f"the ranks run different programs for {describe(words[0])}, call {number}; do all of them have the same "
-                f"version of mgpu-core and the same algorithms registered?"
+                f"the ranks run different programs for {describe(words[0])}, call {number}; do all of them have the "
+                f"same version of mgpu-core and the same algorithms registered?"
             )
         key = (call, *places) if symmetric else (call, "common")
         job = self._jobs.setdefault(key, [self._make_job(call, places if symmetric else None)])[0]
@@ -262,7 +262,9 @@ class Shm(Backend):
     def peer_view(self, array: Array, rank: int) -> Array:
         offset = self.host.own.owner(address(array), array.nbytes)
         if offset is None:
-            raise ValueError("only symmetric memory has a peer's view; allocate the array with comm.empty or comm.zeros")
+            raise ValueError(
+                "only symmetric memory has a peer's view; allocate the array with comm.empty or comm.zeros"
+            )
         return self._segments[rank].view(offset, array.nbytes).view(array.dtype).reshape(array.shape)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
