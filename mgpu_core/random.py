@@ -18,8 +18,9 @@ _WORDS_PER_BLOCK = 8  # Philox 4x64 makes 256 bits at a time
 
 
 def key(*path: int) -> np.ndarray:
-    """The key of the stream for `path`, non-negative integers such as (seed, step, layer)."""
-    return np.random.SeedSequence(path).generate_state(2, np.uint64)
+    """The key of the stream for `path`, integers from 0 to 2**64 - 1 such as (seed, step, layer): 128 hashed bits."""
+    words = np.asarray([len(path), *path], np.uint64).view(np.uint32)  # fixed widths: no two paths look alike
+    return np.random.SeedSequence(words).generate_state(2, np.uint64)
 
 
 def generator(*path: int) -> np.random.Generator:

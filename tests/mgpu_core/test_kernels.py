@@ -1,0 +1,155 @@
+"""The compiled kernels against the array-API ones: the same functions, the same results, for every shape and layout."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgpu_core.autograd import cpu, portable
+from mgpu_core.autograd.kernels import kernels_for
+
+DTYPES = [np.float32, np.float64]
+
+
+def close(actual, expected, dtype):
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    tolerance = 1e-4 if dtype == np.float32 else 1e-12
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def public(module):
+    return {
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and value.__module__ == module.__name__
+    }
+
+
+def test_the_same_functions():
+    assert public(cpu) == public(portable) - {"output_size"}
+
+
+def test_which_arrays_have_compiled_kernels():
+    for dtype in DTYPES:
+        assert kernels_for(np.zeros(3, dtype)) is cpu
+    assert kernels_for(np.zeros(3, np.float16)) is portable
+    assert kernels_for(np.zeros(3, np.int64)) is portable
+
+
+pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+@st.composite
+def windows(draw):
+    """(N, C, H, W), window, stride and padding that fit, batch and padding down to zero."""
+    window, stride = draw(pairs), draw(pairs)
+    padding = tuple(draw(st.integers(0, k // 2)) for k in window)
+    size = tuple(draw(st.integers(max(1, k - 2 * p), 9)) for k, p in zip(window, padding))
+    return (draw(st.integers(0, 3)), draw(st.integers(1, 5)), *size), window, stride, padding
+
+
+@settings(max_examples=50)
+@given(windows(), st.integers(1, 4), st.sampled_from(DTYPES), st.booleans(), st.integers(0, 2**32 - 1))
+def test_convolution(case, outputs, dtype, with_bias, seed):
+    shape, window, stride, padding = case
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape).astype(dtype)
+    weight = rng.standard_normal((outputs, shape[1], *window)).astype(dtype)
+    bias = rng.standard_normal(outputs).astype(dtype) if with_bias else None
+    y = portable.conv2d(x, weight, bias, stride, padding)
+    g = rng.standard_normal(y.shape).astype(dtype)
+    close(cpu.conv2d(x, weight, bias, stride, padding), y, dtype)
+    for name, args in [
+        ("conv2d_input_gradient", (g, weight, shape, stride, padding)),
+        ("conv2d_weight_gradient", (g, x, weight.shape, stride, padding)),
+    ]:
+        close(getattr(cpu, name)(*args), getattr(portable, name)(*args), dtype)
+
+
+@settings(max_examples=50)
+@given(windows(), st.sampled_from(DTYPES), st.integers(0, 2**32 - 1))
+def test_pooling(case, dtype, seed):
+    shape, window, stride, padding = case
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-2, 3, shape).astype(dtype)  # with many ties
+    y, taken = portable.max_pool2d(x, window, stride, padding)
+    for actual, expected in zip(cpu.max_pool2d(x, window, stride, padding), (y, taken)):
+        np.testing.assert_array_equal(actual, expected)
+    close(cpu.avg_pool2d(x, window, stride, padding), portable.avg_pool2d(x, window, stride, padding), dtype)
+    g = rng.standard_normal(y.shape).astype(dtype)
+    for name, args in [
+        ("max_pool2d_gradient", (g, taken, shape, window, stride, padding)),
+        ("avg_pool2d_gradient", (g, shape, window, stride, padding)),
+    ]:
+        close(getattr(cpu, name)(*args), getattr(portable, name)(*args), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convolution_in_several_blocks(dtype):
+    """More columns than are made at once: the blocks end in the middle of images."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5, 24, 33, 17)).astype(dtype)
+    weight = rng.standard_normal((7, 24, 3, 5)).astype(dtype)
+    y = portable.conv2d(x, weight, None, (1, 1), (1, 2))
+    columns = 24 * 15 * y[0, 0].size
+    assert columns > 2 * cpu._BLOCK and columns % cpu._BLOCK
+    scale = np.sqrt(24 * 15)
+    close(cpu.conv2d(x, weight, None, (1, 1), (1, 2)) / scale, y / scale, dtype)
+    dx = portable.conv2d_input_gradient(y, weight, x.shape, (1, 1), (1, 2))
+    close(cpu.conv2d_input_gradient(y, weight, x.shape, (1, 1), (1, 2)) / 1e3, dx / 1e3, dtype)
+    dw = portable.conv2d_weight_gradient(y, x, weight.shape, (1, 1), (1, 2))
+    close(cpu.conv2d_weight_gradient(y, x, weight.shape, (1, 1), (1, 2)) / 1e5, dw / 1e5, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2, 5), (1, 1), (0, 3, 4, 4), (2, 3, 0, 4), (1000, 7)], ids=str)
+def test_channels(shape, dtype):
+    rng = np.random.default_rng(0)
+    x, g = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    center, a, b, c = rng.standard_normal((4, shape[1]))
+    for name, args in [
+        ("channel_sums", (g,)),
+        ("channel_moments", (x, center)),
+        ("channel_products", (g, x, center)),
+        ("normalize_channels", (x, center, a, b)),
+        ("combine_channels", (g, x, center, a, b, c)),
+    ]:
+        actual, expected = getattr(cpu, name)(*args), getattr(portable, name)(*args)
+        for one, other in zip(actual, expected) if isinstance(actual, tuple) else [(actual, expected)]:
+            close(one, other, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_rest(dtype):
+    rng = np.random.default_rng(0)
+    x, g = (rng.standard_normal((3, 4)).astype(dtype) for _ in range(2))
+    close(cpu.relu(x), portable.relu(x), dtype)
+    close(cpu.relu_gradient(g, cpu.relu(x)), portable.relu_gradient(g, cpu.relu(x)), dtype)
+    indices = np.array([4, 0, 4])
+    close(cpu.add_rows(indices, g, 6), portable.add_rows(indices, g, 6), dtype)
+
+
+def test_nan_wins_in_max_pooling():
+    x = np.ones((1, 1, 2, 4))
+    x[0, 0, 1, 1] = np.nan
+    y, taken = cpu.max_pool2d(x, (2, 2), (2, 2), (0, 0))
+    np.testing.assert_array_equal(y, [[[[np.nan, 1]]]])
+    np.testing.assert_array_equal(taken, [[[[3, 0]]]])
+
+
+def test_results_have_channels_last_in_memory():
+    """So that the next image layer needs no copy."""
+    x = np.zeros((2, 3, 8, 8), np.float32)
+    y = cpu.conv2d(x, np.zeros((4, 3, 3, 3), np.float32), None, (1, 1), (1, 1))
+    assert cpu._channels_last(y).base is y.base
+    for z in (cpu.relu(y), cpu.max_pool2d(y, (2, 2), (2, 2), (0, 0))[0]):
+        assert np.moveaxis(z, 1, -1).flags.c_contiguous
+
+
+def test_the_same_bits_every_time():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5, 24, 33, 17)).astype(np.float32)
+    weight = rng.standard_normal((7, 24, 3, 5)).astype(np.float32)
+    results = [cpu.conv2d(x, weight, None, (1, 1), (1, 2)).tobytes() for _ in range(3)]
+    assert len(set(results)) == 1
