@@ -160,17 +160,36 @@ OLD = "#!/bin/sh\nexit 1\n"
 NO_VENV = '#!/bin/sh\n[ "$1" != -m ]\n'
 
 
-@pytest.mark.parametrize(("python", "advice"), [(OLD, "needs Python 3.10 to 3.13"), (NO_VENV, "python3-venv")])
-def test_make_says_in_one_line_what_is_missing(tmp_path: Path, python: str, advice: str) -> None:
+def make(folder: Path, command: str, python: str, **variables: str) -> list[str]:
+    """Say `make command` in a folder with nothing installed, where it must fail; the lines on standard error."""
     for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    fake = tmp_path / "python"
-    fake.write_text(python)
-    fake.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    for command in ("train", "test"):
-        make = ["make", command, "PYTHON=./python"]
-        ended = subprocess.run(make, capture_output=True, text=True, cwd=tmp_path, env=environment)
-        said, trailer = ended.stderr.splitlines()
-        assert advice in said and f"make {command} PYTHON=" in said
-        assert ended.returncode != 0 and trailer.startswith("make: ***")
+        shutil.copy(ROOT / name, folder)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PIP"))}
+    arguments = ["make", command, f"PYTHON={python}"]
+    ended = subprocess.run(arguments, capture_output=True, text=True, cwd=folder, env=environment | variables)
+    assert ended.returncode != 0
+    return ended.stderr.splitlines()
+
+
+@pytest.mark.parametrize("command", ["train", "test"])
+@pytest.mark.parametrize(
+    ("script", "advice"),
+    [(OLD, "needs Python 3.10 to 3.13"), (NO_VENV, "python3-venv")],
+    ids=["Python too old", "no venv module"],
+)
+def test_make_says_in_one_line_what_python_lacks(tmp_path: Path, command: str, script: str, advice: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(script)
+    python.chmod(0o755)
+    said, trailer = make(tmp_path, command, "./python")
+    assert advice in said and f"make {command} PYTHON=" in said
+    assert trailer.startswith("make: ***")
+
+
+@pytest.mark.slow
+def test_make_says_in_one_line_that_the_network_is_missing(tmp_path: Path) -> None:
+    offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
+    notice, said, trailer = make(tmp_path, "train", sys.executable, **offline)
+    assert notice.startswith("Installing")
+    assert "is the network there?" in said and "make train" in said and "ERROR: Could not find a version" in said
+    assert trailer.startswith("make: ***")
