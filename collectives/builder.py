@@ -111,7 +111,8 @@ class Chunks:
     @property
     def contract(self) -> Contract:
         """The collective's promise, its blocks cut into as many parts as have been named."""
-        parts = 1 + max((value.part for value in self.values), default=0)
+        none = -1 if self._whole.collective == "barrier" else 0  # only a barrier may move nothing at all
+        parts = 1 + max((value.part for value in self.values), default=none)
         return Contract(self._whole.collective, self._whole.size, self._whole.root, parts)
 
     def _record(self, value: Value) -> Share:
@@ -130,17 +131,17 @@ ROOTED = ("reduce", "broadcast", "gather", "scatter", "send_recv")  # their algo
 _registered: dict[str, dict[str, Algorithm]] = {collective: {} for collective in COLLECTIVES}
 
 
-def algorithm(collective: str) -> Callable[[AlgorithmT], AlgorithmT]:
-    """Register a function as an algorithm for `collective`, under its own name.
+def algorithm(collective: str, name: str | None = None) -> Callable[[AlgorithmT], AlgorithmT]:
+    """Register a function as an algorithm for `collective`, under its own name or the one given.
 
-    It is called as f(chunks, size, **options), with root=... for a rooted collective, and is proven, like those
-    that come with the package, before it runs. A later function of the same name takes the earlier one's place.
+    It is called as f(chunks, size, **options), with root=... for a rooted collective, and is proven, like those that
+    come with the package, before it runs. A later function of the same name takes the earlier one's place.
     """
     if collective not in _registered:
         raise ValueError(f"no collective is called {collective!r}; there are {', '.join(_registered)}")
 
     def register(function: AlgorithmT) -> AlgorithmT:
-        _registered[collective][function.__name__] = function
+        _registered[collective][name or function.__name__] = function
         return function
 
     return register

@@ -63,7 +63,7 @@ COLLECTIVES: dict[str, Terms] = {
     "gather": Terms(1, _owner, _root, output_axis=0),
     "scatter": Terms(1, _root, _owner, input_axis=0),
     "all_to_all": Terms(2, _first_of_pair, _second_of_pair, input_axis=1, output_axis=0),
-    "barrier": Terms(0, None, None),
+    "barrier": Terms(1, _owner, None, output_axis=0),  # an all-gather of nothing, or not even that (parts = 0)
 }
 
 
@@ -86,7 +86,7 @@ class Contract:
             raise ValueError(f"{self.collective} cannot be among {self.size} ranks")
         if not 0 <= self.root < self.size:
             raise ValueError(f"root {self.root} is not a rank: expected 0 to {self.size - 1}")
-        if self.parts < 1:
+        if self.parts < (0 if self.collective == "barrier" else 1):
             raise ValueError(f"a block is cut into at least 1 part, not {self.parts}")
 
     @property
@@ -105,7 +105,7 @@ class Contract:
 
     @property
     def blocks(self) -> int:
-        return 0 if self.collective == "barrier" else self.size**self.terms.axes
+        return self.size**self.terms.axes
 
     @property
     def chunks(self) -> int:
@@ -178,7 +178,8 @@ def geometry(contract: Contract, counts: Counts, itemsize: int = 1) -> Geometry:
 
     - all_reduce, reduce, broadcast, send_recv: the array's length;
     - all_gather, gather, reduce_scatter, scatter: the length of one rank's block, or `size` of them when uneven;
-    - all_to_all: the length of what any rank sends any other, or counts[source][destination] when uneven.
+    - all_to_all: the length of what any rank sends any other, or counts[source][destination] when uneven;
+    - barrier: 0.
 
     A rank of an uneven all_to_all that knows only its own row and column may leave zeros elsewhere, and then has its
     own starts right. Raises ValueError when `counts` has another shape or a negative entry.
@@ -188,8 +189,6 @@ def geometry(contract: Contract, counts: Counts, itemsize: int = 1) -> Geometry:
         several = f", or an array of shape {contract.shape} of them" if contract.shape else ""
         raise ValueError(f"counts of {contract.collective}: expected a count >= 0{several}; got {counts!r}")
     block_lengths = np.broadcast_to(given, contract.shape)
-    if not contract.blocks:
-        block_lengths = np.zeros(0, dtype=np.int64)
 
     def starts(axis: int | None) -> npt.NDArray[np.int64]:
         one_after_another = block_lengths * 0 if axis is None else np.cumsum(block_lengths, axis) - block_lengths

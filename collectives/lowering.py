@@ -92,6 +92,12 @@ class _Value:
     def is_input(self) -> bool:
         return not self.sources
 
+    @property
+    def stays(self) -> bool:
+        """Whether this is a copy of what its own rank brings: nothing to do if the call is in place."""
+        (source, *others) = self.sources
+        return not others and source.is_input and source.rank == self.rank and not self.finished
+
     def lost_to(self, reader: _Maker) -> bool:
         """Whether `reader` may come too late to find this value at home."""
         writer = self.overwritten_by
@@ -177,7 +183,7 @@ def _push_last_copies(values: list[_Value], makers: list[_Maker]) -> list[_Maker
             (source,) = copy.sources
             pusher = source.maker or pushers.get(source) or _Maker(source.rank, step, (source,), [])
             others = [other for value in at[copy.rank, copy.chunk] for other in (value.maker, *value.readers)]
-            if any(o not in (None, pusher, copy.maker) and o.step >= pusher.step for o in others):
+            if not copy.stays and any(o not in (None, pusher, copy.maker) and o.step >= pusher.step for o in others):
                 continue  # somebody may still be using the place
             replaced.add(copy.maker)
             source.readers = [reader for reader in source.readers if reader is not copy.maker]
@@ -207,6 +213,8 @@ def _place(values: list[_Value], makers: list[_Maker], symmetric: bool) -> int:
         if final is None:
             continue
         final.home = True
+        if final.stays:
+            continue
         # whoever lies there before must have been read by then
         before: _Value | None = None
         for value in sorted(here, key=lambda v: v.step):
@@ -240,8 +248,12 @@ def _place(values: list[_Value], makers: list[_Maker], symmetric: bool) -> int:
 
 
 def _needs_cell(value: _Value, symmetric: bool) -> bool:
-    remote = not symmetric and any(reader.rank != value.rank for reader in value.readers)
-    return not value.home or remote or any(value.lost_to(reader) for reader in value.readers)
+    """Whether somebody needs `value` who cannot find it at home."""
+
+    def in_vain(reader: _Maker) -> bool:
+        return not value.home or value.lost_to(reader) or not (symmetric or reader.rank == value.rank)
+
+    return any(in_vain(reader) for reader in value.readers)
 
 
 def _group_by_rank(values: list[_Value]) -> dict[int, list[_Value]]:

@@ -10,6 +10,7 @@ compiled kernel (`kernels.executor`), all from the same list.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -54,6 +55,21 @@ class Move(NamedTuple):
     def __str__(self) -> str:
         text = f"{', '.join(map(str, self.dsts))} <- {' + '.join(map(str, self.srcs))}"
         return f"move   {text}{'  final' if self.final else ''}"
+
+
+def untouched_inputs(moves: Iterable[Move]) -> set[tuple[int, int]]:
+    """The (rank, chunk) whose OUTPUT receives nothing but a copy of the same rank's INPUT.
+
+    In an in-place call these copies have nothing to do, and the executor leaves them out: the input stays as it is.
+    """
+    copied: set[tuple[int, int]] = set()
+    changed: set[tuple[int, int]] = set()
+    for move in moves:
+        for dst in move.dsts:
+            if dst.buffer is Buffer.OUTPUT:
+                same = move.srcs == (Ref(Buffer.INPUT, dst.rank, dst.place),) and not move.final
+                (copied if same else changed).add((dst.rank, dst.place))
+    return copied - changed
 
 
 class Signal(NamedTuple):

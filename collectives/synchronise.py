@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from collectives.program import Buffer, Enter, Instruction, Move, Ref, Signal, Wait
+from collectives.program import Buffer, Enter, Instruction, Move, Ref, Signal, Wait, untouched_inputs
 
 Clock = list[int]  # for each rank, its last Move known to be done in this slice; -1 if none is
 Body = tuple[Instruction, ...]
@@ -125,6 +125,12 @@ def _conflicts(
     writer: dict[Ref, tuple[int, int]] = {}
     readers: dict[Ref, list[tuple[int, int]]] = defaultdict(list)
     order = sorted((planned.step, rank, i) for rank, moves in enumerate(plan) for i, planned in enumerate(moves))
+    untouched = untouched_inputs(planned.move for moves in plan for planned in moves)
+
+    def memory(ref: Ref) -> Ref:
+        """In an in-place call, the INPUT and OUTPUT places of one number are the same memory."""
+        shared = ref.buffer is Buffer.INPUT and (ref.rank, ref.place) not in untouched
+        return ref._replace(buffer=Buffer.OUTPUT) if shared else ref
 
     def need(rank: int, i: int, place: tuple[int, int]) -> None:
         peer, after = place
@@ -133,17 +139,16 @@ def _conflicts(
 
     for _, rank, i in order:
         move = plan[rank][i].move
-        for ref in move.srcs:
-            if _alias(ref) in writer:
-                need(rank, i, writer[_alias(ref)])
-        for ref in move.dsts:
-            for before in readers.pop(_alias(ref), []):
+        srcs, dsts = list(map(memory, move.srcs)), list(map(memory, move.dsts))
+        for place in (*srcs, *dsts):
+            if place in writer:
+                need(rank, i, writer[place])
+        for place in dsts:
+            for before in readers.pop(place, []):
                 need(rank, i, before)
-            if _alias(ref) in writer:
-                need(rank, i, writer[_alias(ref)])
-            writer[_alias(ref)] = rank, i
-        for ref in move.srcs:
-            readers[_alias(ref)].append((rank, i))
+            writer[place] = rank, i
+        for place in srcs:
+            readers[place].append((rank, i))
         for ref in (*move.srcs, *move.dsts):
             if ref.rank != rank:
                 concerned = scratch if ref.buffer is Buffer.SCRATCH else exits
@@ -161,8 +166,3 @@ def _conflicts(
             for peer, after in need_of.items():
                 need_of[peer] = last[rank, peer, plan[peer][after].step]
     return needs, exits, scratch
-
-
-def _alias(ref: Ref) -> Ref:
-    """In an in-place call, the INPUT and OUTPUT places of one number are the same memory."""
-    return ref._replace(buffer=Buffer.OUTPUT) if ref.buffer is Buffer.INPUT else ref

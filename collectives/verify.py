@@ -25,7 +25,8 @@ Why one run is enough, though programs run in any number of slices, one after an
 - Each Move touches one chunk, the same elements at all its places; where a chunk is empty or has ended, its Moves are
   missing together, with everything that depended on them, and all signals still come.
 - INPUT and OUTPUT places of one number are taken for the same memory. A program that passes never reads what that
-  overwrote, and is therefore right in place and out of place, even if ranks differ in that.
+  overwrote, and is therefore right in place and out of place, even if ranks differ in that. (They are taken for
+  different ones where OUTPUT is but a copy of INPUT, which in place is left out.)
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import numpy.typing as npt
 from collectives.builder import lookup
 from collectives.errors import ProgramError
 from collectives.lowering import build
-from collectives.program import Buffer, Enter, Instruction, Move, Program, Ref, Signal, Wait
+from collectives.program import Buffer, Enter, Instruction, Move, Program, Ref, Signal, Wait, untouched_inputs
 
 Clock = npt.NDArray[
     np.int64
@@ -187,6 +188,7 @@ class _Run:
         self.done = [0] * size  # instructions, of all slices so far
         self.clocks: list[Clock] = [np.zeros(size, dtype=np.int64)] * size
         self.signals: dict[tuple[int, int], list[tuple[int, Clock]]] = defaultdict(list)  # by (from, to): sender's time
+        self.untouched = untouched_inputs(move for body in program.bodies for move in body if type(move) is Move)
         self.signals_in = [program.signals_in(rank).tolist() for rank in range(size)]
         # by [owner, slice, visitor]: the visitor's time at its last access to the owner's arrays, and to its scratch
         self.array_visits = np.zeros((size, self.slices, size), dtype=np.int64)
@@ -272,7 +274,8 @@ class _Run:
             return ref.rank, -1 - ref.place, slice_ % self.program.slots
         if ref.rank != rank:
             self.array_visits[ref.rank, slice_, rank] = self.done[rank] + 1
-        return ref.rank, ref.place, slice_
+        apart = ref.buffer is Buffer.INPUT and (ref.rank, ref.place) in self.untouched
+        return ref.rank, ref.place, -1 - slice_ if apart else slice_
 
     def _read(self, ref: Ref, chunk: int, rank: int, slice_: int) -> int:
         key = self._key(ref, rank, slice_)

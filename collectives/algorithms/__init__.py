@@ -1,5 +1,5 @@
 """The algorithms that come with the package, each a few lines in the builder's language."""
 
-from collectives.algorithms import direct, ring
+from collectives.algorithms import all_to_all, barrier, chain, direct, hierarchical, recursive, ring, tree
 
-__all__ = ["direct", "ring"]
+__all__ = ["all_to_all", "barrier", "chain", "direct", "hierarchical", "recursive", "ring", "tree"]

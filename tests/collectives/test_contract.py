@@ -27,7 +27,7 @@ def test_who_brings_and_who_wants() -> None:
     assert Contract("all_to_all", 3).brings(1) == (3, 4, 5)
     assert Contract("all_to_all", 3).wants(1) == {1: 1, 4: 2, 7: 4}
     assert Contract("send_recv", 2, root=1).wants(0) == {0: 0b10}
-    assert Contract("barrier", 3).chunks == 0
+    assert Contract("barrier", 3, parts=0).chunks == 0
 
 
 @pytest.mark.parametrize("wrong", [{"collective": "all_reduced"}, {"size": 0}, {"root": 4}, {"root": -1}, {"parts": 0}])
