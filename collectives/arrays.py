@@ -65,6 +65,11 @@ def address(array: Array) -> int:
         return int(array.__array_interface__["data"][0])
 
 
+def is_plain(array: Array) -> bool:
+    """Whether the array can be read and written as it lies: C-contiguous and writable."""
+    return array.flags.carray
+
+
 def contiguous(array: Array) -> Array:
     """The array, or a C-contiguous copy. (NumPy's own function would make a 0-d array one-dimensional.)"""
     return array if array.flags.c_contiguous else array.copy(order="C")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 from collectives.contract import COLLECTIVES
 from kernels.dtypes import DTYPES, OPERATIONS, DType
@@ -32,12 +33,13 @@ def premul_sum(scale: float) -> PremulSum:
     return PremulSum(scale)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One collective call.
 
     `count`: elements of the array, of one block where there are equal blocks, or of all blocks together with `counts`.
     `scale`: the bits of what premul_sum multiplies by. `algorithm`: what the caller insists on.
+    Make one with `make_call`: equal calls are one object, so that they are quickly found in tables.
     """
 
     collective: str
@@ -55,6 +57,21 @@ class Call:
         what = _CALLS.index(self.collective) | self.dtype.code << 8 | OPERATIONS.index(self.op) << 16
         counts = 0 if self.counts is None else zlib.crc32(struct.pack(f"{len(self.counts)}q", *self.counts)) + 1
         return what | self.root << 24 | algorithm << 40, self.count, self.scale, counts
+
+
+@lru_cache(maxsize=65536)
+def make_call(
+    collective: str,
+    dtype: DType,
+    count: int,
+    op: str = "sum",
+    root: int = 0,
+    scale: int = 0,
+    counts: tuple[int, ...] | None = None,
+    algorithm: str | None = None,
+) -> Call:
+    """The `Call` with these terms."""
+    return Call(collective, dtype, count, op, root, scale, counts, algorithm)
 
 
 def describe(words: tuple[int, ...]) -> str:

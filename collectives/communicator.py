@@ -26,7 +26,7 @@ import numpy.typing as npt
 from collectives import arrays
 from collectives.arrays import Array
 from collectives.backends.base import Backend, Pending
-from collectives.call import Call, PremulSum, scale_bits
+from collectives.call import Call, PremulSum, make_call, scale_bits
 from collectives.errors import CollectiveError
 from kernels.dtypes import OPERATIONS, DType, find
 
@@ -73,6 +73,7 @@ class Communicator:
         self.rank = backend.rank
         self.size = backend.size
         self._lock = threading.RLock()
+        self._known: dict[tuple[np.dtype[Any], int, Op, str | None], Call] = {}  # all_reduce's calls so far
         self._group: tuple[list[Message], list[Message]] | None = None
         _alive.add(self)
 
@@ -102,6 +103,13 @@ class Communicator:
         op: "sum", "prod", "min", "max", "avg" or `premul_sum(scale)`. A list of arrays goes as one message per dtype,
         and a list comes back (`out`: the same list, to reduce in place, or None).
         """
+        if out is x and type(x) is np.ndarray and not async_op:
+            # The way of most calls, short: in place, with terms that were checked before.
+            call = self._known.get((x.dtype, x.size, op, algorithm))
+            if call is not None and arrays.is_plain(x):
+                with self._lock:
+                    self._backend.run(call, x, x)
+                return x
         if isinstance(x, (list, tuple)):
             return self._all_reduce_list(x, op, out, algorithm, async_op)
         return self._make(self._all_reduce(x, op, out=out, algorithm=algorithm), async_op)
@@ -275,7 +283,9 @@ class Communicator:
     def _all_reduce(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: str | None = None) -> Prepared:
         source = arrays.view(x, "x")
         target, result = self._target(x, out, source.shape, source.dtype)
-        return self._prepared("all_reduce", source, target, result, source.size, op=op, algorithm=algorithm)
+        prepared = self._prepared("all_reduce", source, target, result, source.size, op=op, algorithm=algorithm)
+        self._known[source.dtype, source.size, op, algorithm] = prepared.call
+        return prepared
 
     def _reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None) -> Prepared:
         source = arrays.view(x, "x")
@@ -406,7 +416,7 @@ class Communicator:
             source = arrays.contiguous(source)
             if target is not None and source is not target and not self._in_place(collective, source, target, counts):
                 source = source.copy()
-        return Prepared(Call(collective, dtype, count, name, root, scale, counts, algorithm), source, target, result)
+        return Prepared(make_call(collective, dtype, count, name, root, scale, counts, algorithm), source, target, result)
 
     def _in_place(self, collective: str, source: Array, target: Array, counts: tuple[int, ...] | None) -> bool:
         """Whether source and target lie apart, or as a call in place has them."""
@@ -517,7 +527,7 @@ def _reduction(op: Op, dtype: DType) -> tuple[str, int]:
     return name, scale
 
 
-_BARRIER = Call("barrier", find("uint8"), 0)
+_BARRIER = make_call("barrier", find("uint8"), 0)
 _PLANNABLE = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier",
 )  # fmt: skip

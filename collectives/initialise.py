@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import json
+import os
+
+from collectives import cgroup, environment, threads
 from collectives.backends.shm import Shm
 from collectives.communicator import Communicator
 from collectives.host import Host
-from collectives.place import Place
-from collectives.rendezvous import meet
+from collectives.rendezvous import Meeting, meet
+
+BACKENDS = ("auto", "shm")
 
 
-def join(place: Place) -> Communicator:
-    """Meet the other ranks and make the communicator of all."""
-    meeting = meet(place)
-    host = Host(meeting)
-    backend = Shm(host, range(place.size), 0, place.timeout)
-    meeting.exchange(b"")  # nobody uses a peer's memory before everybody's is ready
-    return Communicator(backend)
+def init(
+    backend: str = "auto",
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+    timeout: float = 300.0,
+) -> Communicator:
+    """The communicator of all ranks of this job; every rank calls it once.
+
+    Under `mgpu run`, torchrun, mpirun or srun it needs no arguments; without a launcher there is one rank. Or give rank,
+    size and address ("unix:NAME" on one host, "HOST:PORT" of rank 0). `timeout`, in seconds, is the deadline of this
+    and of every later call. Also gives this process's thread pools (BLAS, OpenMP, Numba) their share of the host's cores,
+    unless OMP_NUM_THREADS is set.
+
+    backend: "shm", processes on one host that share memory; "auto" chooses it.
+
+    Raises ValueError for a wrong argument or environment, CollectiveTimeoutError naming who did not come, PeerLostError
+    naming a rank that died meanwhile, MemoryError where the host has too little.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not known; there are {', '.join(BACKENDS)}")
+    meeting = meet(environment.place(rank, size, address, timeout=timeout))
+    try:
+        _share_processors(meeting)
+        host = Host(meeting)
+        engine = Shm(host, range(meeting.size), 0, timeout)
+        meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
+    except BaseException:
+        meeting.close()
+        raise
+    return Communicator(engine)
+
+
+def _share_processors(meeting: Meeting) -> None:
+    answers = [json.loads(mask) for mask in meeting.exchange(json.dumps(sorted(os.sched_getaffinity(0))).encode())]
+    here = [peer.rank for peer in meeting.peers if peer.local or peer.rank == meeting.rank]
+    masks = [answers[rank] for rank in here]
+    threads.limit(threads.share(masks, here.index(meeting.rank), cgroup.cpu_quota()))

@@ -17,7 +17,7 @@ import numpy as np
 from collectives import programs, select
 from collectives.arrays import Array, address
 from collectives.backends.base import Backend, Pending
-from collectives.call import ORDINARY, SIGNATURE_WORDS, Call, describe
+from collectives.call import ORDINARY, SIGNATURE_WORDS, Call, describe, make_call
 from collectives.contract import geometry
 from collectives.errors import CollectiveError, CollectiveMismatchError
 from collectives.host import ARENAS, Host
@@ -68,12 +68,13 @@ class Shm(Backend):
             patience=self.patience,
         )
         self._heap = Heap(heap, start + room - heap)
-        self._heap_range = host.own.address + heap, host.own.address + start + room
+        self._heap_start, self._heap_bytes = host.own.address + heap, start + room - heap
         self._execute = native.load("execute").call
         self._jobs: dict[tuple[Any, ...], list[Job]] = {}
         self._progress: Progress | None = None
         self._failure: CollectiveError | None = None
         self._closed = False
+        self._unusual = False  # failed, closed or with a queue: a call has more to look at
         self._parent: Shm | None = None
         self._birth: tuple[int, int, list[int]] = (0, arena, [])  # which split made this one, where, and for whom
         self._splits = 0
@@ -83,18 +84,21 @@ class Shm(Backend):
     # Calls
 
     def run(self, call: Call, source: Array | None, target: Array | None) -> None:
-        self._check_usable()
-        if self._progress is not None and self._progress.busy:
-            self.start(call, source, target).wait()
-            return
+        if self._unusual:
+            self._check_usable()
+            if self._progress is not None and self._progress.busy:
+                self.start(call, source, target).wait()
+                return
         key, job = self._take_job(call, source, target)
-        self.complete(job, call)
+        if status := self._execute(job.address, 0, 1, 0, 1):
+            self.complete(job, call, status)
         self._jobs[key].append(job)
 
     def start(self, call: Call, source: Array | None, target: Array | None) -> Pending:
         self._check_usable()
         if self._progress is None:
             self._progress = Progress(self)
+            self._unusual = True
         key, job = self._take_job(call, source, target)
         return self._progress.submit(Queued(call, job, (source, target)), lambda: self._jobs[key].append(job))
 
@@ -104,7 +108,7 @@ class Shm(Backend):
         execute, place = self._execute, job.address
 
         def run(keep: object = (source, target)) -> None:
-            if self._failure is not None or self._closed or self._progress is not None:
+            if self._unusual:
                 self._check_usable()
                 if self._progress is not None and self._progress.busy:
                     self._progress.submit(Queued(call, job, keep), lambda: None).wait()
@@ -116,10 +120,13 @@ class Shm(Backend):
 
     def _take_job(self, call: Call, source: Array | None, target: Array | None) -> tuple[tuple[Any, ...], Job]:
         """A job for the call that nobody else is using, and the key of the list to put it back into."""
-        places = self._locate(source), self._locate(target)
-        symmetric = ORDINARY not in places
-        key = (call, *places) if symmetric else (call,)
-        free = self._jobs.setdefault(key, [])
+        place = self._locate(source)
+        places = place, place if target is source else self._locate(target)
+        symmetric = places[0] >= 0 and places[1] >= 0
+        key = (call, places) if symmetric else (call, None)
+        free = self._jobs.get(key)
+        if free is None:
+            free = self._jobs[key] = []
         job = free.pop() if free else self._make_job(call, [places] * self.size if symmetric else None)
         if not symmetric:
             job.inputs[self.rank] = address(_NOTHING if source is None else source)
@@ -130,9 +137,8 @@ class Shm(Backend):
         """An array's offset in this communicator's heap, or ORDINARY."""
         if array is None:
             return ORDINARY
-        first, last = self._heap_range
-        place = address(array)
-        return place - first if first <= place and place + array.nbytes <= last else ORDINARY
+        place = address(array) - self._heap_start
+        return place if 0 <= place <= self._heap_bytes - array.nbytes else ORDINARY
 
     def _make_job(self, call: Call, places: Sequence[tuple[int, int]] | None) -> Job:
         """`places`: where in symmetric memory each rank's arrays are; None if some rank's are elsewhere."""
@@ -163,18 +169,16 @@ class Shm(Backend):
             descriptor=(*call.signature(), encoded.number, *(places[self.rank] if places else (ORDINARY, ORDINARY))),
         )
         if places:
-            heap = self._heap_range[0] - self.host.own.address
+            heap = self._heap_start - self.host.own.address
             for rank, (segment, (source, target)) in enumerate(zip(self._segments, places, strict=True)):
                 job.inputs[rank], job.outputs[rank] = segment.address + heap + source, segment.address + heap + target
         return job
 
     # Trouble
 
-    def complete(self, job: Job, call: Call, status: int | None = None) -> None:
+    def complete(self, job: Job, call: Call, status: int) -> None:
         """Run a job to its end. `status`: what a first attempt returned."""
         try:
-            if status is None:
-                status = self._execute(job.address, 0, 1, 0, 1)
             watch = None
             while status != DONE:
                 if status == DIFFERENT:
@@ -197,12 +201,13 @@ class Shm(Backend):
             raise CollectiveMismatchError(_disagreement(number, words))
         places = [(page[5], page[6]) for page in words]
         symmetric = all(ORDINARY not in place for place in places)
-        if symmetric == (mine.descriptor[5] != ORDINARY) and len({page[4] for page in words}) > 1:
+        built = {(page[4], ORDINARY in place) for page, place in zip(words, places, strict=True)}
+        if len(built) > len({staged for _, staged in built}):
             raise CollectiveMismatchError(
                 f"the ranks run different programs for {describe(words[0])}, call {number}; do all of them have the "
                 f"same version of mgpu-core and the same algorithms registered?"
             )
-        key = (call, *places) if symmetric else (call, "common")
+        key = (call, *places) if symmetric else (call, "common")  # beside the keys of `_take_job`
         job = self._jobs.setdefault(key, [self._make_job(call, places if symmetric else None)])[0]
         if not symmetric:
             own = self.rank
@@ -226,7 +231,7 @@ class Shm(Backend):
         """This communicator is of no further use: remember why, and let the peers know."""
         if self._failure is None:
             mine = error if isinstance(error, CollectiveError) else CollectiveError(f"{type(error).__name__}: {error}")
-            self._failure = mine
+            self._failure, self._unusual = mine, True
             if not self._closed:
                 self.regions[self.rank].leave(FAILED, {"kind": type(mine).__name__, "text": str(mine)})
 
@@ -270,11 +275,11 @@ class Shm(Backend):
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank."""
         lengths = np.zeros(self.size, np.int64)
-        self.run(Call("all_gather", find("int64"), 1), np.array([len(payload)]), lengths)
+        self.run(make_call("all_gather", find("int64"), 1), np.array([len(payload)]), lengths)
         room = int(lengths.max())
         padded = np.frombuffer(payload.ljust(room, b"\0"), np.uint8)
         gathered = np.empty((self.size, room), np.uint8)
-        self.run(Call("all_gather", _BYTE, room), padded, gathered)
+        self.run(make_call("all_gather", _BYTE, room), padded, gathered)
         return [row[:length].tobytes() for row, length in zip(gathered, lengths.tolist(), strict=True)]
 
     # Messages, families, endings
@@ -327,14 +332,14 @@ class Shm(Backend):
 
     def disown(self, reason: str) -> None:
         self._failure = CollectiveError(reason)
-        self._closed, self._progress = True, None
+        self._closed, self._unusual, self._progress = True, True, None
 
     def close(self) -> None:
         if self._closed:
             return
         if self._progress is not None:
             self._progress.close()
-        self._closed = True
+        self._closed, self._unusual = True, True
         if self._failure is None:
             self.regions[self.rank].leave(CLOSED, {})
             if self._parent is not None:
