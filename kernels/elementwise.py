@@ -3,8 +3,8 @@
 `reduce` reads every source once, keeps the running value in registers and writes it to every destination, so
 a destination may be one of the sources. It works on groups of elements: *many* at a time, then *few*, then single
 ones. A group of many is several groups of few, with those of the other lanes in between, so that neighbouring lanes
-touch neighbouring memory and each has several loads on their way. Low-precision floats are widened as they are loaded and rounded as they are
-stored, so a sum of p of them is rounded once.
+touch neighbouring memory and each has several loads on their way. Low-precision floats are widened as they are loaded
+and rounded as they are stored, so a sum of p of them is rounded once.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ def store(address: int, group: Any, stride: int) -> None:
 
 @primitive
 def apply(left: Any, right: Any) -> Any:
-    """left op right. Minimum and maximum: NaN wins, and -0 is less than +0. Integers wrap. Booleans: sum is or, prod is and."""
+    """left op right. Minimum and maximum: NaN wins, and -0 is less than +0. Integers wrap. Of booleans the sum is `or`
+    and the product `and`."""
     raise LookupError("apply is bound to an operation")
 
 
 @primitive
 def premultiply(group: Any, scale: int) -> Any:
-    """premul_sum: an untouched contribution times the scale (the bits of a float64, or an integer); else the group itself."""
+    """premul_sum: an untouched contribution times the scale (an integer, or the bits of a float64); else as it is."""
     raise LookupError("premultiply is bound to an operation")
 
 
 @primitive
 def finish(group: Any, ranks: int) -> Any:
-    """avg: the sum over `ranks`, integers rounding towards zero; else the group itself."""
+    """avg: the sum over `ranks`, integers rounding towards zero; else as it is."""
     raise LookupError("finish is bound to an operation")
 
 

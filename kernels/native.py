@@ -1,7 +1,7 @@
 """Compiled functions for the CPU, kept as object files.
 
-Importing Numba and compiling take seconds; loading an object file takes milliseconds. So what Numba has compiled once is
-kept in a cache folder, named by a hash of all the kernels' sources, the compilers' versions and the processor, and
+Importing Numba and compiling take seconds; loading an object file takes milliseconds. So what Numba has compiled once
+is kept in a cache folder, named by a hash of all the kernels' sources, the compilers' versions and the processor, and
 later processes link it with LLVM alone. With nowhere to keep files, each process compiles for itself.
 """
 

@@ -271,7 +271,7 @@ def _reduction(dtype: DType, operation: str) -> dict[str, Any]:
 
 
 def compile_function(name: str) -> bytes:
-    """Object code of `execute`, `serve`, `submit`, `complete`, `settle` or `reduce-<dtype>-<operation>` for this processor.
+    """Object code for this processor of `execute`, a function of `kernels/progress.py` or `reduce-<dtype>-<operation>`.
 
     It holds two symbols to use: `native`, in Numba's calling convention, and `python`, a METH_FASTCALL function.
     """

@@ -152,7 +152,7 @@ class Group:
     def _round_float8(
         self, b: ir.IRBuilder, group: ir.Value, fraction: int, bias: int, overflow: int, nan: int
     ) -> ir.Value:
-        """What would round to more than the largest number becomes `overflow` (infinity or NaN), as ml_dtypes has it."""
+        """As ml_dtypes does: what would round to more than the largest number becomes `overflow`, infinity or NaN."""
         i8, i32, f32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
         ints, floats = self._vector(i32), self._vector(f32)
         bits = b.bitcast(group, ints)

@@ -1,0 +1,131 @@
+"""Plain Python: what the kernels mean, in NumPy over raw addresses.
+
+Slow, and the same bits as the CPU's (but for which NaN a NaN is). CUDA's simulator runs it, and tests hold the other
+targets against it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels import elementwise, primitives
+from kernels.dtypes import DType
+from kernels.portable import bind
+
+Array = npt.NDArray[Any]
+
+PIECE_BYTES = 256  # of a group of few
+PIECES = 4  # in a group of many
+
+PRIMITIVES: dict[str, Any] = {
+    "load_word": primitives.load_word,
+    "store_word": primitives.store_word,
+    "load_acquire": primitives.load_acquire,
+    "raise_flag": primitives.raise_flag,
+    "doze": primitives.doze,
+    "sync": primitives.sync,
+    "copy_bytes": primitives.copy_bytes,
+}
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `bind` compiles with: nothing."""
+    return function
+
+
+def bodies(dtype: DType, operation: str) -> dict[str, Any]:
+    """The primitives of `kernels.executor`, its reductions those of one dtype and operation."""
+    reduce = reduction(dtype, operation)
+    return {**PRIMITIVES, "combine": lambda function, *arguments: reduce(*arguments)}
+
+
+def reduction(dtype: DType, operation: str) -> Callable[..., int]:
+    """`elementwise.reduce` for one dtype and operation."""
+    few = PIECE_BYTES // dtype.itemsize
+    constants = {"itemsize": dtype.itemsize, "alignment": 16, "many": PIECES * few, "few": few}
+    bound: dict[str, Any] = {name: lambda value=value: value for name, value in constants.items()}
+    bound["load_word"] = primitives.load_word
+    for name, width, pieces in (("reduce_many", PIECES * few, PIECES), ("reduce_few", few, 1), ("reduce_one", 1, 1)):
+        group = _Group(dtype, operation, width, pieces)
+        names = ("load", "store", "apply", "premultiply", "finish")
+        methods = {method: getattr(group, method) for method in names}
+        bound[name] = bind(elementwise.reduce_group, {**methods, "load_word": primitives.load_word}, as_it_is)
+    reduce: Callable[..., int] = np.errstate(all="ignore")(bind(elementwise.reduce, bound, as_it_is))
+    return reduce
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The primitives of `elementwise.reduce_group`. A group is an array of accumulators; complex numbers are pairs."""
+
+    dtype: DType
+    operation: str
+    width: int
+    pieces: int
+
+    def _pieces(self, address: int, stride: int) -> list[Array]:
+        nbytes = self.width // self.pieces * self.dtype.itemsize
+        memory = [(ctypes.c_char * nbytes).from_address(address + i * stride) for i in range(self.pieces)]
+        return [np.frombuffer(memoryview(piece), self.dtype.numpy) for piece in memory]
+
+    def load(self, address: int, stride: int) -> Array:
+        group = np.concatenate(self._pieces(address, stride))
+        if self.dtype.kind == "complex":
+            return group.view(group.real.dtype)
+        return group.astype(self.dtype.accumulator)
+
+    def store(self, address: int, group: Array, stride: int) -> None:
+        rounded = group.view(self.dtype.numpy) if self.dtype.kind == "complex" else group.astype(self.dtype.numpy)
+        for piece, values in zip(self._pieces(address, stride), np.split(rounded, self.pieces)):
+            piece[:] = values
+
+    def apply(self, left: Array, right: Array) -> Array:
+        op = "sum" if self.operation in ("avg", "premul_sum") else self.operation
+        if self.dtype.kind == "bool":
+            return left | right if op in ("sum", "max") else left & right
+        if op == "sum":
+            return left + right
+        if op == "prod":
+            return _complex_product(left, right) if self.dtype.kind == "complex" else left * right
+        if self.dtype.kind == "float":
+            return _float_extremum(op, left, right)
+        return np.minimum(left, right) if op == "min" else np.maximum(left, right)
+
+    def premultiply(self, group: Array, scale: int) -> Array:
+        if self.operation != "premul_sum":
+            return group
+        if group.dtype.kind == "f":
+            return group * np.int64(scale).view(np.float64).astype(group.dtype)
+        return group * np.int64(scale).astype(group.dtype)
+
+    def finish(self, group: Array, ranks: int) -> Array:
+        if self.operation != "avg":
+            return group
+        if group.dtype.kind == "f":
+            return group / group.dtype.type(ranks)
+        wide = group.astype(np.promote_types(group.dtype, f"{group.dtype.kind}4"))
+        quotient, rest = np.divmod(wide, wide.dtype.type(ranks))
+        return (quotient + ((rest != 0) & (wide < 0))).astype(group.dtype)
+
+
+def _float_extremum(op: str, left: Array, right: Array) -> Array:
+    first = left < right if op == "min" else left > right
+    chosen = np.where(first, left, right)
+    zero = (left == 0) & (right == 0)
+    negative = np.signbit(left) | np.signbit(right) if op == "min" else np.signbit(left) & np.signbit(right)
+    chosen = np.where(zero, np.where(negative, -0.0, 0.0).astype(left.dtype), chosen)
+    return np.where(np.isnan(left) | np.isnan(right), left + right, chosen)
+
+
+def _complex_product(left: Array, right: Array) -> Array:
+    real, imaginary = left[0::2].repeat(2), left[1::2].repeat(2)
+    swapped = right.reshape(-1, 2)[:, ::-1].ravel()
+    signs = np.tile(np.array([-1, 1], left.dtype), left.size // 2)
+    product: Array = real * right + imaginary * swapped * signs
+    return product
