@@ -15,16 +15,15 @@ import itertools
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from bench import peers, plot, sizes, table
 from bench.candidates import LIMIT, Candidate
-from bench.crew import RANK, Crew, CrewError, Track, python
+from bench.crew import Crew, Launch, python, start
 from bench.inputs import OPERATIONS
 from bench.samples import LIMIT_FROM, Case, Measurement, Row, summarise, write_csv, write_json
 from bench.states import FAR, NEAR
@@ -42,16 +41,17 @@ def main(argv: list[str] | None = None) -> int:
         parser().error(str(error))
     print("# " + describe(arguments))
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mgpu-bench-")))
-        names = ["mgpu", *([LIMIT] if cases[-1].nbytes >= LIMIT_FROM else []), *against]
-        crews = start(stack, names, arguments, folder, remarks)
-        candidates = [*variants(arguments), *(Candidate(name) for name in [*against, LIMIT] if name in crews)]
+        names = [*against, *([LIMIT] if cases[-1].nbytes >= LIMIT_FROM else [])]
+        crews, failures = start(
+            stack, launches(names, arguments), arguments.ranks, timeout=arguments.timeout, needed="mgpu"
+        )
+        candidates = [*variants(arguments), *(Candidate(name) for name in names if name in crews)]
         for name, crew in crews.items():
             print(f"# {name:10} {crew.version}")
         measurement = Measurement(crews, candidates, cases)
         measurement.allocate(max(case.nbytes for case in cases))
         measure(measurement, arguments)
-        remarks += measurement.remarks
+        remarks += failures + measurement.remarks
     labels = list(dict.fromkeys(candidate.label for candidate in candidates))
     rows = summarise(measurement.samples, arguments.ranks, labels, against, arguments.state)
     for line in itertools.chain(table.results(rows), *(table.against_peers(rows, label) for label in labels)):
@@ -124,28 +124,6 @@ def variants(arguments: argparse.Namespace) -> list[Candidate]:
     return [Candidate("mgpu", *chosen) for chosen in itertools.product(memories, arguments.algorithm, ways)]
 
 
-def start(
-    stack: ExitStack, names: Sequence[str], arguments: argparse.Namespace, folder: Path, remarks: list[str]
-) -> dict[str, Crew]:
-    """Crews that are ready, by name. A peer that does not start is remarked upon; ours must, else CrewError."""
-    mpis = peers.find_mpis()
-    track = stack.enter_context(closing(Track(arguments.ranks)))
-    crews: dict[str, Crew] = {}
-    for name in names:
-        commands, environments = _launch(name, arguments, folder, mpis)
-        crews[name] = Crew(name, arguments.ranks, folder, track, commands, environments, timeout=arguments.timeout)
-        stack.callback(crews[name].close)
-    for name in names:
-        try:
-            crews[name].ready(sorted(os.sched_getaffinity(0)))
-        except CrewError as error:
-            if name == "mgpu":
-                raise
-            remarks.append(f"left out: {error}")
-            crews.pop(name).kill()
-    return crews
-
-
 def measure(measurement: Measurement, arguments: argparse.Namespace) -> None:
     """All rounds, with a progress bar where someone watches."""
     from tqdm import tqdm
@@ -206,19 +184,18 @@ def machine() -> str:
     return f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
 
 
-def _launch(
-    name: str, arguments: argparse.Namespace, folder: Path, mpis: Mapping[str, peers.Mpi]
-) -> tuple[list[list[str]], list[dict[str, str]]]:
-    """The processes to start for a crew, and what each finds in its environment."""
-    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    if name == "mgpu":
-        code = "from collectives import spawn; from bench.worker import serve_ours; "
-        return [python(f"{code}spawn(serve_ours, {arguments.ranks}, backend={arguments.backend!r})")], [one_thread]
-    program = [sys.executable, "-m", "bench.worker", name, str(arguments.ranks), str(folder)]
-    if name in mpis:
-        return [mpis[name].command(arguments.ranks, program)], [{**one_thread, **mpis[name].environment()}]
-    ranks = range(arguments.ranks)
-    return [program for _ in ranks], [{**one_thread, RANK: str(rank)} for rank in ranks]
+def launches(names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Launch]:
+    """How each crew is started: an MPI's by its own launcher, ours by `spawn`."""
+    ranks = arguments.ranks
+    code = f"from collectives import spawn; from bench.worker import sample_ours; spawn(sample_ours, {ranks}"
+    found = {"mgpu": Launch([python(f"{code}, backend={arguments.backend!r})")], [{}])}
+    for name in names:
+        found[name] = Launch.each(ranks, [sys.executable, "-m", "bench.worker", name, str(ranks)])
+    for name, mpi in peers.find_mpis().items():
+        found[name] = Launch(
+            [mpi.command(ranks, [sys.executable, "-m", "bench.worker", name, str(ranks)])], [mpi.environment()]
+        )
+    return {name: found[name] for name in ["mgpu", *names]}
 
 
 def _words(text: str) -> list[str]:

@@ -16,15 +16,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 LINE = 64  # bytes in a cache line
 ADDRESS = "MGPU_BENCH_SOCKET"  # where a rank finds its conductor
 RANK = "MGPU_BENCH_RANK"  # set where the launcher has no environment of its own
+FOLDER = "MGPU_BENCH_FOLDER"  # and a folder that its crew may use
 _BACKLOG = 128
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 Message = dict[str, Any]
 
@@ -64,21 +69,10 @@ class Track:
 class Crew:
     """The processes of one engine, rank by rank.
 
-    `commands` are started together: one launcher, or one process per rank; each with the environment `environments`
-    gives it on top of ours. `ready` must be called next; it returns when all ranks have come.
+    `ready` must be called next; it returns when all ranks have come. `folder` holds the socket, and what they print.
     """
 
-    def __init__(
-        self,
-        name: str,
-        ranks: int,
-        folder: Path,
-        track: Track,
-        commands: Sequence[Sequence[str]],
-        environments: Sequence[Mapping[str, str]],
-        *,
-        timeout: float,
-    ) -> None:
+    def __init__(self, name: str, ranks: int, folder: Path, track: Track, launch: Launch, *, timeout: float) -> None:
         self.name = name
         self.ranks = ranks
         self.version = ""
@@ -92,11 +86,11 @@ class Crew:
         self._door.listen(_BACKLOG)
         self._processes = []
         with self._log.open("wb") as log:
-            for command, environment in zip(commands, environments, strict=True):
+            for command, environment in zip(launch.commands, launch.environments, strict=True):
                 self._processes.append(
                     subprocess.Popen(
                         command,
-                        env={**os.environ, **environment, ADDRESS: address},
+                        env={**os.environ, **_ONE_THREAD, **environment, ADDRESS: address, FOLDER: str(folder)},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
@@ -216,6 +210,43 @@ class _Lines:
         line = b"".join(self._pieces)
         self._pieces.clear()
         return line
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a crew's processes are started: a launcher, or one process per rank, each with its environment."""
+
+    commands: Sequence[Sequence[str]]
+    environments: Sequence[Mapping[str, str]]
+
+    @classmethod
+    def each(cls, ranks: int, program: Sequence[str]) -> Launch:
+        """The program once per rank, which finds its number in the environment."""
+        return cls([program] * ranks, [{RANK: str(rank)} for rank in range(ranks)])
+
+
+def start(
+    stack: ExitStack, launches: Mapping[str, Launch], ranks: int, *, timeout: float, needed: str
+) -> tuple[dict[str, Crew], list[str]]:
+    """(crews that are ready, by name; remarks on those that did not start). All end with the stack.
+
+    Raises CrewError if it is the crew `needed` that does not start.
+    """
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mgpu-bench-")))
+    track = stack.enter_context(closing(Track(ranks)))
+    crews: dict[str, Crew] = {}
+    remarks = []
+    for name, launch in launches.items():
+        crews[name] = stack.enter_context(closing(Crew(name, ranks, folder, track, launch, timeout=timeout)))
+    for name in launches:
+        try:
+            crews[name].ready(sorted(os.sched_getaffinity(0)))
+        except CrewError as error:
+            if name == needed:
+                raise
+            remarks.append(f"left out: {error}")
+            crews.pop(name).kill()
+    return crews, remarks
 
 
 def python(code: str) -> list[str]:

@@ -10,40 +10,50 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import candidates, inputs
-from bench.crew import ADDRESS, RANK, Message
+from bench.crew import ADDRESS, FOLDER, RANK, Message
 from bench.pace import Pace
+
+Answer = Callable[[Message], Message]
 
 
 def main() -> None:
-    """`python -m bench.worker ENGINE RANKS FOLDER`, for every engine but ours."""
-    name, ranks, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    """`python -m bench.worker ENGINE RANKS`, for every engine but ours."""
+    name, ranks = sys.argv[1], int(sys.argv[2])
     rank = int(os.environ.get(RANK, 0))
-    engine: candidates.Engine
     if name == "gloo":
-        engine = candidates.Gloo(rank, ranks, folder)
+        sample_all_reduce(candidates.Gloo(rank, ranks, os.environ[FOLDER]))
     elif name == candidates.LIMIT:
-        engine = candidates.Addition(rank)
+        sample_all_reduce(candidates.Addition(rank))
     else:
-        engine = candidates.Mpi()
-    serve(engine)
+        sample_all_reduce(candidates.Mpi())
 
 
-def serve_ours(comm: Any) -> None:
+def sample_ours(comm: Any) -> None:
     """What `collectives.spawn` runs in each of our ranks."""
-    serve(candidates.Collectives(comm))
+    sample_all_reduce(candidates.Collectives(comm))
 
 
-def serve(engine: candidates.Engine) -> None:
-    """Answer the conductor until it closes the socket."""
+def sample_all_reduce(engine: candidates.Engine) -> None:
+    """Be one rank of the engine's crew."""
+    serve(engine.rank, engine.version, lambda pace, ranks: _Sampler(engine, pace, ranks).answer)
+    engine.close()
+
+
+def serve(rank: int, version: str, prepare: Callable[[Pace, int], Answer]) -> None:
+    """Greet the conductor, and answer it until it closes the socket.
+
+    `prepare(pace, ranks)` gives the function that answers a request; pings are answered here.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(os.environ[ADDRESS])
-        _say(connection, {"rank": engine.rank, "version": engine.version})
+        _say(connection, {"rank": rank, "version": version})
         line, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 1)
         if not line:
             return  # the crew was given up
@@ -51,19 +61,20 @@ def serve(engine: candidates.Engine) -> None:
         pin(welcome["cpu"])
         track = mmap.mmap(descriptors[0], 0)
         os.close(descriptors[0])
-        rank = _Rank(engine, Pace(track, engine.rank, welcome["ranks"], lambda: _closed(connection)), welcome["ranks"])
-        _say(connection, {"rank": engine.rank})
+        pace = Pace(track, rank, welcome["ranks"], lambda: _closed(connection))
+        answer = prepare(pace, welcome["ranks"])
+        _say(connection, {"rank": rank})
         with connection.makefile("rb") as requests:
-            for request in requests:
+            for line in requests:
+                request = json.loads(line)
                 try:
-                    answer = rank.answer(json.loads(request))
+                    given = {"ns": pace.round_trip(**request["with"])} if request["do"] == "ping" else answer(request)
                 except Exception:
-                    answer = {"error": traceback.format_exc()}
+                    given = {"error": traceback.format_exc()}
                 try:
-                    _say(connection, {"rank": engine.rank, **answer})
+                    _say(connection, {"rank": rank, **given})
                 except BrokenPipeError:
                     break
-    engine.close()
 
 
 def pin(cpu: int) -> None:
@@ -75,8 +86,8 @@ def pin(cpu: int) -> None:
             pass  # it has just ended
 
 
-class _Rank:
-    """Answers requests, each a method here."""
+class _Sampler:
+    """Answers requests for samples of all-reduce, each a method here."""
 
     def __init__(self, engine: candidates.Engine, pace: Pace, ranks: int) -> None:
         self._engine = engine
@@ -87,11 +98,7 @@ class _Rank:
 
     def answer(self, request: Message) -> Message:
         """Do what is asked."""
-        if request["do"] == "allocate":
-            return self._allocate(**request["with"])
-        if request["do"] == "ping":
-            return {"ns": self._pace.round_trip(**request["with"])}
-        return self._sample(**request["with"])
+        return (self._allocate if request["do"] == "allocate" else self._sample)(**request["with"])
 
     def _allocate(self, memory: str, nbytes: int) -> Message:
         """An input and an output of the largest size, every page of them touched."""
