@@ -145,8 +145,8 @@ class Mpi:
         from mpi4py import MPI
 
         self.rank: int = MPI.COMM_WORLD.rank
-        library = MPI.Get_library_version().split("\n")[0].strip("\0 ")
-        self.version = f"{library.split(', package')[0]}, mpi4py {version('mpi4py')}"
+        library = " ".join(MPI.Get_library_version().split(", package")[0].splitlines()[0].strip("\0").split())
+        self.version = f"{library}, mpi4py {version('mpi4py')}"
 
     def allocate(self, nbytes: int, memory: str) -> Array:
         """Ordinary memory."""

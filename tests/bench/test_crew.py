@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.crew import RANK, Crew, CrewError, Track, python
+from bench.crew import Crew, CrewError, Launch, Track, python
 
 CPUS = sorted(os.sched_getaffinity(0))
 ENGINE = """
@@ -17,14 +17,13 @@ class Engine(candidates.Addition):
     def prepare(self, candidate, x, out, op):
         {body}
 import os
-worker.serve(Engine(int(os.environ["MGPU_BENCH_RANK"])))
+worker.sample_all_reduce(Engine(int(os.environ["MGPU_BENCH_RANK"])))
 """
 
 
 def crew(folder: Path, track: Track, body: str, ranks: int = 2, timeout: float = 30) -> Crew:
     code = ENGINE.format(body=body)
-    environments = [{RANK: str(rank)} for rank in range(ranks)]
-    return Crew("test", ranks, folder, track, [python(code)] * ranks, environments, timeout=timeout)
+    return Crew("test", ranks, folder, track, Launch.each(ranks, python(code)), timeout=timeout)
 
 
 @pytest.fixture
@@ -121,7 +120,7 @@ def test_silence_has_an_end(tmp_path: Path, track: Track) -> None:
 
 
 def test_a_program_that_does_not_start_is_quoted(tmp_path: Path, track: Track) -> None:
-    ours = Crew("test", 2, tmp_path, track, [python("raise SystemExit('wrong library')")], [{}], timeout=30)
+    ours = Crew("test", 2, tmp_path, track, Launch([python("raise SystemExit('wrong library')")], [{}]), timeout=30)
     try:
         with pytest.raises(CrewError, match=r"(?s)ended before it was ready.*wrong library"):
             ours.ready(CPUS)
@@ -130,7 +129,7 @@ def test_a_program_that_does_not_start_is_quoted(tmp_path: Path, track: Track) -
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path, track: Track) -> None:
-    ours = Crew("test", 2, tmp_path, track, [python("import time; time.sleep(60)")], [{}], timeout=0.5)
+    ours = Crew("test", 2, tmp_path, track, Launch([python("import time; time.sleep(60)")], [{}]), timeout=0.5)
     try:
         with pytest.raises(CrewError, match=r"ranks \[0, 1\] did not come within 0.5 s"):
             ours.ready(CPUS)
