@@ -7,18 +7,16 @@ recognised by their types' names, so neither is imported unless the caller alrea
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from kernels import dtypes
+from kernels import dtypes, native
 
 Array = npt.NDArray[Any]
-_one_byte = ctypes.c_char
-_address_of = ctypes.addressof
+_address_of = native.address_function()
 
 
 def view(x: Any, role: str = "the array", writable: bool = False) -> Array:
@@ -60,8 +58,8 @@ def is_immutable(x: Any) -> bool:
 def address(array: Array) -> int:
     """Where a C-contiguous array's data begins."""
     try:
-        return _address_of(_one_byte.from_buffer(array))
-    except (TypeError, ValueError, BufferError):  # read-only, empty, or a dtype that buffers do not know
+        return _address_of(array)
+    except (ValueError, BufferError):  # a dtype that has no buffer format
         return int(array.__array_interface__["data"][0])
 
 

@@ -29,7 +29,6 @@ class Native:
 
     call: Callable[..., int]
     address: int
-    keep: tuple[Any, ...]  # what must live as long as the code
 
 
 class _MethodDef(ctypes.Structure):
@@ -43,7 +42,7 @@ class _MethodDef(ctypes.Structure):
     ]
 
 
-_METH_FASTCALL = 0x0080
+_METH_O, _METH_FASTCALL = 0x0008, 0x0080
 _new_function = ctypes.pythonapi.PyCFunction_NewEx
 _new_function.restype = ctypes.py_object
 _new_function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
@@ -76,6 +75,37 @@ def load(name: str) -> Native:
         with _only_one(path):
             code = _read(path) or _compile(name, path)
     return _link(name, code)
+
+
+# METH_O: the address of a contiguous array's data, through the buffer protocol; an error if it is not contiguous.
+_ADDRESS = """
+declare i32 @PyObject_GetBuffer(ptr, ptr, i32)
+declare void @PyBuffer_Release(ptr)
+declare ptr @PyLong_FromLongLong(i64)
+define ptr @python(ptr %self, ptr %array) {
+  %buffer = alloca [12 x i64]
+  %status = call i32 @PyObject_GetBuffer(ptr %array, ptr %buffer, i32 0)
+  %good = icmp eq i32 %status, 0
+  br i1 %good, label %read, label %fail
+fail:
+  ret ptr null
+read:
+  %data = load i64, ptr %buffer
+  call void @PyBuffer_Release(ptr %buffer)
+  %object = call ptr @PyLong_FromLongLong(i64 %data)
+  ret ptr %object
+}
+"""
+
+
+@cache
+def address_function() -> Callable[[Any], int]:
+    """A function from a contiguous array to the address of its data: several times as fast as NumPy's and ctypes' ways.
+
+    It raises BufferError or ValueError for an array that is not contiguous, or whose dtype has no buffer format.
+    """
+    engine = _new_engine(_ADDRESS)
+    return _function("address", engine, _METH_O)
 
 
 def _read(path: Path) -> bytes | None:
@@ -119,16 +149,28 @@ def _only_one(path: Path) -> Iterator[None]:
 
 
 def _link(name: str, code: bytes) -> Native:
-    engine = _new_engine()
+    engine = _new_engine("")
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    method = _MethodDef(name.encode(), engine.get_function_address("python"), _METH_FASTCALL, None)
-    call = _new_function(ctypes.addressof(method), None, None)
-    return Native(call, engine.get_function_address("native"), keep=(engine, method))
+    return Native(_function(name, engine, _METH_FASTCALL), engine.get_function_address("native"))
 
 
-def _new_engine() -> llvm.ExecutionEngine:
+def _function(name: str, engine: llvm.ExecutionEngine, flags: int) -> Callable[..., int]:
+    """The symbol `python` as a function of Python's. It lives as long as the process, and its code with it."""
+    method = _MethodDef(name.encode(), engine.get_function_address("python"), flags, None)
+    _linked.append((engine, method))
+    function: Callable[..., int] = _new_function(ctypes.addressof(method), None, None)
+    return function
+
+
+_linked: list[tuple[llvm.ExecutionEngine, _MethodDef]] = []
+
+
+def _new_engine(source: str) -> llvm.ExecutionEngine:
+    """An engine that links for this processor, with a module of LLVM text in it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(codemodel="jitdefault", jit=True)
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    machine = llvm.Target.from_default_triple().create_target_machine(opt=2, codemodel="jitdefault", jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(source), machine)
+    engine.finalize_object()
+    return engine

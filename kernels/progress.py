@@ -1,4 +1,4 @@
-"""A queue of jobs that one thread runs while another computes.
+"""Ways to run jobs: one at once, and a queue of them that one thread runs while another computes.
 
 The queue is an array of 64-bit words at an address: three lines of 64 bytes, then a ring of job addresses. Submitted
 and completed are flags (see `kernels/primitives.py`), counted up by the submitting and the running thread.
@@ -6,7 +6,7 @@ and completed are flags (see `kernels/primitives.py`), counted up by the submitt
 
 from __future__ import annotations
 
-from kernels.executor import DONE, execute
+from kernels.executor import DONE, JOB_INPUTS, JOB_OUTPUTS, execute
 from kernels.portable import portable
 from kernels.primitives import await_flag, load_word, raise_flag, store_word
 
@@ -18,6 +18,14 @@ QUEUE_TAKEN = 128
 QUEUE_RING = 192
 QUEUE_CAPACITY = 1024
 QUEUE_BYTES = QUEUE_RING + 8 * QUEUE_CAPACITY
+
+
+@portable
+def execute_on(job: int, rank: int, source: int, target: int) -> int:
+    """`execute` the job with these addresses as the INPUT and OUTPUT of `rank`."""
+    store_word(load_word(job + 8 * JOB_INPUTS) + 8 * rank, source)
+    store_word(load_word(job + 8 * JOB_OUTPUTS) + 8 * rank, target)
+    return execute(job, 0, 1, 0, 1)
 
 
 @portable

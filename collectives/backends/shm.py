@@ -34,7 +34,7 @@ from kernels.executor import DIFFERENT, DONE
 SLOTS = 16
 SCRATCH = "16M"  # bytes a rank, in all slots; MGPU_SCRATCH changes it
 _BYTE = find("uint8")
-_NOTHING = np.zeros(0, np.uint8)
+_NOWHERE = address(np.zeros(1, np.uint8))  # for an array that a rank does not have: never touched
 
 
 class Shm(Backend):
@@ -69,7 +69,7 @@ class Shm(Backend):
         )
         self._heap = Heap(heap, start + room - heap)
         self._heap_start, self._heap_bytes = host.own.address + heap, start + room - heap
-        self._execute = native.load("execute").call
+        self._execute, self._execute_on = native.load("execute").call, native.load("execute_on").call
         self._jobs: dict[tuple[Any, ...], list[Job]] = {}
         self._progress: Progress | None = None
         self._failure: CollectiveError | None = None
@@ -89,22 +89,27 @@ class Shm(Backend):
             if self._progress is not None and self._progress.busy:
                 self.start(call, source, target).wait()
                 return
-        key, job = self._take_job(call, source, target)
-        if status := self._execute(job.address, 0, 1, 0, 1):
+        start, end = self._addresses(source, target)
+        free, job = self._take_job(call, start, end, source, target)
+        if status := self._execute_on(job.address, self.rank, start, end):
             self.complete(job, call, status)
-        self._jobs[key].append(job)
+        free.append(job)
 
     def start(self, call: Call, source: Array | None, target: Array | None) -> Pending:
         self._check_usable()
         if self._progress is None:
             self._progress = Progress(self)
             self._unusual = True
-        key, job = self._take_job(call, source, target)
-        return self._progress.submit(Queued(call, job, (source, target)), lambda: self._jobs[key].append(job))
+        start, end = self._addresses(source, target)
+        free, job = self._take_job(call, start, end, source, target)
+        job.inputs[self.rank], job.outputs[self.rank] = start, end
+        return self._progress.submit(Queued(call, job, (source, target)), lambda: free.append(job))
 
     def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[[], None]:
         self._check_usable()
-        _, job = self._take_job(call, source, target)
+        start, end = self._addresses(source, target)
+        _, job = self._take_job(call, start, end, source, target)
+        job.inputs[self.rank], job.outputs[self.rank] = start, end
         execute, place = self._execute, job.address
 
         def run(keep: object = (source, target)) -> None:
@@ -118,27 +123,31 @@ class Shm(Backend):
 
         return run
 
-    def _take_job(self, call: Call, source: Array | None, target: Array | None) -> tuple[tuple[Any, ...], Job]:
-        """A job for the call that nobody else is using, and the key of the list to put it back into."""
-        place = self._locate(source)
-        places = place, place if target is source else self._locate(target)
-        symmetric = places[0] >= 0 and places[1] >= 0
-        key = (call, places) if symmetric else (call, None)
-        free = self._jobs.get(key)
-        if free is None:
-            free = self._jobs[key] = []
-        job = free.pop() if free else self._make_job(call, [places] * self.size if symmetric else None)
-        if not symmetric:
-            job.inputs[self.rank] = address(_NOTHING if source is None else source)
-            job.outputs[self.rank] = address(_NOTHING if target is None else target)
-        return key, job
+    @staticmethod
+    def _addresses(source: Array | None, target: Array | None) -> tuple[int, int]:
+        start = _NOWHERE if source is None else address(source)
+        return start, start if target is source else _NOWHERE if target is None else address(target)
 
-    def _locate(self, array: Array | None) -> int:
+    def _take_job(
+        self, call: Call, start: int, end: int, source: Array | None, target: Array | None
+    ) -> tuple[list[Job], Job]:
+        """A job for the call that nobody else is using, and the list to put it back into.
+
+        `start` and `end` are the addresses of source and target, which the caller puts in.
+        """
+        places = None
+        if 0 <= start - self._heap_start < self._heap_bytes and 0 <= end - self._heap_start < self._heap_bytes:
+            places = self._locate(source, start), self._locate(target, end)
+            places = None if ORDINARY in places else places
+        free = self._jobs.get((call, places))
+        if free is None:
+            free = self._jobs[call, places] = []
+        return free, free.pop() if free else self._make_job(call, places and [places] * self.size)
+
+    def _locate(self, array: Array | None, place: int) -> int:
         """An array's offset in this communicator's heap, or ORDINARY."""
-        if array is None:
-            return ORDINARY
-        place = address(array) - self._heap_start
-        return place if 0 <= place <= self._heap_bytes - array.nbytes else ORDINARY
+        offset = place - self._heap_start
+        return offset if array is not None and 0 <= offset <= self._heap_bytes - array.nbytes else ORDINARY
 
     def _make_job(self, call: Call, places: Sequence[tuple[int, int]] | None) -> Job:
         """`places`: where in symmetric memory each rank's arrays are; None if some rank's are elsewhere."""
