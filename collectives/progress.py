@@ -51,8 +51,7 @@ class Progress:
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="mgpu progress", daemon=True)
         self._thread.start()
-        ours = weakref.ref(self)
-        atexit.register(lambda: (progress := ours()) and progress.close())
+        atexit.register(_close, weakref.ref(self))
 
     @property
     def completed(self) -> int:
@@ -114,6 +113,12 @@ class Progress:
         self._closing = True
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+
+def _close(progress: Callable[[], Progress | None]) -> None:
+    alive = progress()
+    if alive is not None:
+        alive.close()
 
 
 class Ticket(Pending):
