@@ -33,8 +33,7 @@ class Tensor:
 
     def __init__(self, data: Any, *, dtype: Any = None, requires_grad: bool = False) -> None:
         self.data: Array = _as_array(data, dtype)
-        xp = array_namespace(self.data)
-        if requires_grad and not xp.isdtype(self.data.dtype, "real floating"):
+        if requires_grad and not array_namespace(self.data).isdtype(self.data.dtype, "real floating"):
             raise TypeError(f"only floating-point tensors have gradients, this one is {self.data.dtype}")
         self.requires_grad = requires_grad
         self._node: Node | None = None
@@ -279,7 +278,7 @@ class Tensor:
         x = self.data
         index = tuple(map(_value, index)) if isinstance(index, tuple) else _value(index)
         parts = index if isinstance(index, tuple) else (index,)
-        repeats = any(isinstance(p, list) or (is_array_api_obj(p) and p.dtype.kind in "iu" and p.ndim) for p in parts)
+        repeats = any(isinstance(part, list) or (is_array_api_obj(part) and not _is_mask(part)) for part in parts)
         shape, dtype = x.shape, x.dtype
 
         def vjp(g: Array) -> Array:
@@ -367,6 +366,8 @@ def _target(tensor: Tensor) -> Any:
 
 
 def _as_array(data: Any, dtype: Any) -> Array:
+    if type(data) is np.ndarray and data.dtype.kind in "fiub" and dtype is None:  # as most often
+        return data
     if isinstance(data, Tensor):
         data = data.data
     if not is_array_api_obj(data):
@@ -385,6 +386,10 @@ def _value(operand: Any) -> Any:
     if isinstance(operand, Tensor):
         return operand.data
     return float(operand) if isinstance(operand, float) else operand  # numpy.float64 is a float, but would promote
+
+
+def _is_mask(index: Array) -> bool:
+    return array_namespace(index).isdtype(index.dtype, "bool")
 
 
 def _expander(x: Array, axis: Axis, keepdims: bool) -> Callable[[Array], Array]:

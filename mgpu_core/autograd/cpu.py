@@ -138,6 +138,16 @@ def _combine(g: Array, x: Array, center: Array, a: Array, b: Array, c: Array, ou
             out[r, k] = a[k] * g[r, k] + b[k] * (x[r, k] - center[k]) + c[k]
 
 
+# Classes
+
+
+def softmax_minus_one_hot(log_p: Array, labels: Array, scale: Array) -> Array:
+    p = np.exp(log_p)
+    p[np.arange(len(p)), labels[:, 0]] -= 1
+    p *= scale
+    return p
+
+
 # Rows of a table
 
 

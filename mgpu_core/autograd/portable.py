@@ -63,6 +63,13 @@ def add_rows(indices: Array, rows: Array, count: int) -> Array:
     return total
 
 
+def softmax_minus_one_hot(log_p: Array, labels: Array, scale: Array) -> Array:
+    """(exp(log_p) - 1 at the label) * scale, row by row: log_p (N, classes), labels and scale (N, 1)."""
+    xp = array_namespace(log_p)
+    one_hot = xp.astype(labels == xp.arange(log_p.shape[1]), log_p.dtype)
+    return (xp.exp(log_p) - one_hot) * scale
+
+
 def conv2d(x: Array, weight: Array, bias: Array | None, stride: Pair, padding: Pair) -> Array:
     """Cross-correlation of x (N, C, H, W) with weight (O, C, kh, kw), plus bias (O,): (N, O, Ho, Wo)."""
     xp = array_namespace(x)
@@ -81,7 +88,7 @@ def conv2d_input_gradient(g: Array, weight: Array, shape: tuple[int, ...], strid
     taps = xp.reshape(columns, (n, shape[1], weight.shape[2] * weight.shape[3], *g.shape[2:]))
     dx = xp.zeros(_padded(shape, padding), dtype=g.dtype)
     for tap, window in enumerate(_windows(g.shape[2:], weight.shape[2:], stride)):
-        dx[window] += taps[:, :, tap]
+        dx[window] += taps[:, :, tap, ...]
     return _cropped(dx, shape, padding)
 
 

@@ -127,6 +127,8 @@ def test_the_rest(dtype):
     close(cpu.relu(x), portable.relu(x), dtype)
     close(cpu.relu_gradient(g, cpu.relu(x)), portable.relu_gradient(g, cpu.relu(x)), dtype)
     indices = np.array([4, 0, 4])
+    labels, scale = np.array([[3], [0], [3]]), rng.standard_normal((3, 1)).astype(dtype)
+    close(cpu.softmax_minus_one_hot(x, labels, scale), portable.softmax_minus_one_hot(x, labels, scale), dtype)
     close(cpu.add_rows(indices, g, 6), portable.add_rows(indices, g, 6), dtype)
 
 

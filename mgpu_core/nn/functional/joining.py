@@ -44,5 +44,5 @@ def pad(x: Tensor, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Ten
 
 
 def _slicer(axis: int, part: Any) -> VJP:
-    index = (slice(None),) * axis + (part,)
+    index = (slice(None),) * axis + (part, ...)
     return lambda g: g[index]

@@ -43,7 +43,7 @@ def embedding(indices: Any, weight: Tensor) -> Tensor:
     flat = xp.reshape(index, (-1,))
     kernels, shape = kernels_for(w), w.shape
     return record(
-        w[index],
+        xp.reshape(xp.take(w, flat, axis=0), (*index.shape, w.shape[1])),
         (weight, lambda g: kernels.add_rows(flat, xp.reshape(g, (flat.shape[0], shape[1])), shape[0])),
     )
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from array_api_compat import array_namespace
 
-from mgpu_core.autograd.tape import Array
+from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.nn.functional.activation import log_softmax_of
 from mgpu_core.nn.functional.linear import check_range
 from mgpu_core.tensor import Tensor, record
@@ -41,10 +41,8 @@ def cross_entropy(
     if reduction == "mean":
         scale = scale / total if total else 0 * scale
 
-    def vjp(g: Array) -> Array:
-        p = xp.exp(log_p)
-        p[xp.arange(count), labels[:, 0]] -= 1
-        p *= g * scale
-        return xp.reshape(p, logits.shape)
-
-    return record(xp.sum(losses * scale), (logits, vjp))
+    kernels, shape = kernels_for(log_p), logits.shape
+    return record(
+        xp.sum(losses * scale),
+        (logits, lambda g: xp.reshape(kernels.softmax_minus_one_hot(log_p, labels, g * scale), shape)),
+    )
