@@ -170,7 +170,7 @@ def split(count: int, parts: int, itemsize: int = 1) -> npt.NDArray[np.int64]:
     """
     unit = max(1, CACHE_LINE // itemsize)
     lines = -(-count // unit)
-    return np.minimum(np.arange(parts + 1, dtype=np.int64) * lines // parts * unit, count)
+    return np.minimum(np.arange(parts + 1, dtype=np.int64) * lines // max(parts, 1) * unit, count)
 
 
 def geometry(contract: Contract, counts: Counts, itemsize: int = 1) -> Geometry:

@@ -244,8 +244,10 @@ class _Run:
                 if step + 1 == len(body):
                     self.clocks_at_end[rank, slice_] = self.clocks[rank]
         for rank, (peer, _) in blocked.items():
-            others = ", ".join(f"{r} at step {self._step(r, self.done[r])} for {q}" for r, (q, _) in blocked.items())
-            self._fail(f"waits for ever for rank {peer} (all that are stuck: rank {others})", rank)
+            stuck = "; ".join(
+                f"rank {r} at step {self._step(r, self.done[r])}, for {q}" for r, (q, _) in blocked.items()
+            )
+            self._fail(f"waits for ever for rank {peer} (stuck: {stuck})", rank)
 
     def _move(self, move: Move, rank: int, slice_: int) -> None:
         sources = [self._read(ref, move.chunk, rank, slice_) for ref in move.srcs]
