@@ -1,6 +1,6 @@
 """What a run measured: one JSON object a line, and a picture of the curves.
 
-    {"event": "step", "epoch": 0, "step": 20, "samples": 2688, "loss": 0.71, "images_per_second": 9120.0, ...}
+    {"event": "step", "epoch": 0, "step": 20, "samples": 2688, "loss": 0.71, "samples_per_second": 9120.0, ...}
     {"event": "epoch", "epoch": 0, "samples": 60000, "test_accuracy": 0.874, ...}
 
 A line is the system's when `write` returns, so the record of a run that is killed is whole but for the last line at
@@ -102,8 +102,8 @@ def draw_curves(metrics: str | Path, picture: str | Path, title: str = "") -> No
         accuracy.set(title="Test accuracy")
         accuracy.yaxis.set_major_formatter(PercentFormatter(1))
 
-        speed.plot(samples, column(steps, "images_per_second"), color=green)
-        speed.set(title="Images per second, all ranks", ylim=(0, None))
+        speed.plot(samples, column(steps, "samples_per_second"), color=green)
+        speed.set(title="Samples per second, all ranks", ylim=(0, None))
         speed.yaxis.set_major_formatter(EngFormatter(sep=""))
 
         for axes in (loss, accuracy, speed):

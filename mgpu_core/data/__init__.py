@@ -7,7 +7,14 @@ function that cuts a batch.
 
 from mgpu_core.data.loader import Batch, Loader, Transform
 from mgpu_core.data.sampler import Sampler, split
-from mgpu_core.data.sources import DatasetError, DatasetMissing, ImageSet, fashion_mnist, handwritten_digits, images
+from mgpu_core.data.sources import (
+    DatasetError,
+    DatasetMissing,
+    ImageSet,
+    fashion_mnist,
+    handwritten_digits,
+    images,
+)
 
 __all__ = [
     "Batch",

@@ -49,7 +49,7 @@ DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 PUBLISHER = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 
 _STALL = 15.0  # seconds without a byte after which a download has failed
-_PATIENCE = 240.0  # seconds for each source, stalled or not
+_PATIENCE = 120.0  # seconds for each source, stalled or not
 _LARGEST = 100_000_000  # bytes; no file is nearly as large, compressed or not
 
 

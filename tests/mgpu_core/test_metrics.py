@@ -58,7 +58,7 @@ def test_the_curves_become_a_picture(tmp_path, steps):
     with Metrics(tmp_path / "m") as record:
         for step in range(steps):
             loss = math.nan if step == 7 else 2.3 * 0.9**step
-            record.write("step", samples=64 * (step + 1), loss=loss, images_per_second=9000.0 + step)
+            record.write("step", samples=64 * (step + 1), loss=loss, samples_per_second=9000.0 + step)
             if step % 10 == 9:
                 record.write("epoch", samples=64 * (step + 1), test_loss=1.0, test_accuracy=0.8)
     metrics.draw_curves(tmp_path / "m", tmp_path / "pictures" / "curves.png", "a run")

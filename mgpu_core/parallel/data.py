@@ -1,0 +1,120 @@
+"""Synchronous data parallelism: every rank holds the whole model and works on its part of each batch.
+
+Gradients are summed over the ranks in buckets, each as soon as backward has completed it, so that communication
+hides behind the rest of backward (Li et al., "PyTorch Distributed", VLDB 2020). The sum is the gradient of
+
+    loss = (sum of the losses of a rank's samples) / (number of samples in the global batch), summed over ranks
+
+which is the mean over the global batch, however unequal the ranks' parts are, a rank without samples included.
+An average of the ranks' own means would be wrong there.
+
+    model = DataParallel(model, comm)
+    loss = cross_entropy(model(images), labels, reduction="sum") / batch.global_count
+    loss.backward()
+    model.synchronize()
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import collectives
+from mgpu_core.nn import Module
+from mgpu_core.tensor import Tensor
+
+
+class DataParallel:
+    """Makes a model's gradients the sums over all ranks.
+
+    At the start every rank takes rank 0's parameters and buffers. With `comm` None or of size 1 nothing is
+    communicated, and the same training loop runs alone.
+
+    Args:
+        model: the same on every rank, with parameters in the same order.
+        comm: the ranks that train it.
+        bucketing: `bucket_bytes` and `first_bucket_bytes` of `collectives.Bucketer`.
+
+    Attributes:
+        unused: the parameters that this rank's latest step did not reach, by name.
+    """
+
+    def __init__(self, model: Module, comm: Any = None, **bucketing: Any) -> None:
+        self.model = model
+        self.comm = comm if comm is not None and comm.size > 1 else None
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._complete: set[int] = set()
+        self._syncing = True
+        self.unused: list[str] = []
+        if self.comm is None:
+            return
+        for _, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            self.comm.broadcast(tensor.data, root=0)
+        specs = [(p.shape, p.dtype) for p in self._parameters.values()]
+        self._bucketer = collectives.Bucketer(self.comm, specs, **bucketing)
+        for index, parameter in enumerate(self._parameters.values()):
+            parameter.on_grad_ready(partial(self._announce, index))
+        self._keep_gradients_in_buckets()
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        return self.model(*inputs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in here add to this rank's gradients and send nothing.
+
+        For large batches in small pieces: all but the last piece in here, then `synchronize`.
+        """
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def synchronize(self) -> float:
+        """Wait until every gradient is the sum over all ranks; the seconds that took.
+
+        To be called by every rank once between backward and the optimiser's step. A parameter that this rank's
+        backward did not reach (no part of the model that ran uses it) takes part with what its gradient holds,
+        normally zeros; `unused` names it.
+        """
+        if self.comm is None:
+            return 0.0
+        self.unused = [name for index, name in enumerate(self._parameters) if index not in self._complete]
+        for index, parameter in enumerate(self._parameters.values()):
+            if index not in self._complete:
+                self._announce(index, parameter)
+        self._complete.clear()
+        waited = self._bucketer.finish()
+        self._keep_gradients_in_buckets()  # which the first step lays out anew
+        return waited
+
+    def average_buffers(self) -> None:
+        """Make buffers that ranks keep apart (batch norm's running statistics) their average over the ranks.
+
+        Those are moving averages, so averaging them now and then gives what averaging them in every step would.
+        """
+        if self.comm is not None:
+            for buffer in self.model.buffers():
+                self.comm.all_reduce(buffer.data, op="avg", out=buffer.data)
+
+    def _announce(self, index: int, parameter: Tensor) -> None:
+        if not self._syncing:
+            return
+        if index in self._complete:
+            name = list(self._parameters)[index]
+            raise RuntimeError(
+                f"the gradient of {name} was completed twice since the last synchronize(), but it is already being "
+                "summed over the ranks; run all backward passes but the last inside no_sync()"
+            )
+        self._complete.add(index)
+        _ = parameter.grad  # what was cleared and not reached is written as zeros now
+        self._bucketer.ready(index)
+
+    def _keep_gradients_in_buckets(self) -> None:
+        for parameter, view in zip(self._parameters.values(), self._bucketer.views):
+            if parameter.grad is not view:
+                parameter.grad = view

@@ -1,0 +1,51 @@
+"""Pictures of what a network has learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+COLUMNS = 10
+
+
+def draw_predictions(
+    images: NDArray[np.uint8],
+    labels: NDArray[np.integer[Any]],
+    probabilities: NDArray[np.floating[Any]],
+    classes: Sequence[str],
+    picture: str | Path,
+) -> None:
+    """Draw some images (n, height, width) with what was predicted, and the mistakes the network was surest of.
+
+    `probabilities` are (n, classes). Right predictions are green; wrong ones are red, with the true class below.
+    """
+    from matplotlib.figure import Figure
+
+    predicted = probabilities.argmax(axis=1)
+    sureness = probabilities.max(axis=1)
+    wrong = np.flatnonzero(predicted != labels)
+    surest = wrong[np.argsort(-sureness[wrong])][: 2 * COLUMNS]
+    first = np.arange(min(3 * COLUMNS, len(images)))
+
+    figure = Figure(figsize=(1.25 * COLUMNS, 9.2), layout="constrained")
+    top, bottom = figure.subfigures(2, 1, height_ratios=(3, 2), hspace=0.05, squeeze=False).ravel()
+    blocks = (
+        (top, first, 3, "The first images of the test set"),
+        (bottom, surest, 2, f"The surest of {len(wrong):,} mistakes in {len(images):,}"),
+    )
+    for block, chosen, rows, title in blocks:
+        block.suptitle(title, fontsize=13)
+        axes = block.subplots(rows, COLUMNS).ravel()
+        for place in axes:
+            place.axis("off")
+        for place, i in zip(axes, chosen):
+            right = predicted[i] == labels[i]
+            text = f"{classes[predicted[i]]} {sureness[i]:.0%}" + ("" if right else f"\nis {classes[labels[i]]}")
+            place.imshow(images[i], cmap="gray_r", interpolation="nearest")
+            place.set_title(text, fontsize=8, color="#1b7f3b" if right else "#c0392b", y=-0.02, va="top")
+    Path(picture).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130)
