@@ -60,6 +60,14 @@ class Link:
         self.rank, self.size, self.slots, self.slot_bytes = rank, size, slots, slot_bytes
         self._keep = tables
 
+    def cell_bytes(self, program: Program) -> int:
+        """Bytes of one cell of a scratch slot."""
+        return self.slot_bytes // max(program.cells, 1) // LINE * LINE
+
+    def fits_one_slice(self, program: Program, geometry: Geometry, dtype: DType) -> bool:
+        """Whether every chunk of a call fits in one cell, so that the program need not be pipelined."""
+        return program.cells == 0 or int(geometry.lengths.max(initial=0)) * dtype.itemsize <= self.cell_bytes(program)
+
     @property
     def calls(self) -> int:
         """Collective calls that have ended."""
@@ -102,7 +110,7 @@ class Job:
     ) -> None:
         program = encoded.program
         longest = int(geometry.lengths.max(initial=0))
-        cell_bytes = link.slot_bytes // max(program.cells, 1) // LINE * LINE
+        cell_bytes = link.cell_bytes(program)
         step = max(longest, 1) if program.cells == 0 else cell_bytes // dtype.itemsize
         if step == 0:
             raise ValueError(

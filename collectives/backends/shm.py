@@ -162,8 +162,7 @@ class Shm(Backend):
             contract = encoded.program.contract
             counts = call.count if call.counts is None else np.reshape(call.counts, contract.shape)
             layout = geometry(contract, counts, call.dtype.itemsize)
-            longest = int(layout.lengths.max(initial=0)) * call.dtype.itemsize
-            if longest * encoded.program.cells <= self.link.slot_bytes - 64 * encoded.program.cells:
+            if self.link.fits_one_slice(encoded.program, layout, call.dtype):
                 break
         combine = 0
         if contract.reduces and call.collective != "barrier":
