@@ -11,9 +11,8 @@ import ctypes
 import fcntl
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -45,7 +44,7 @@ class _MethodDef(ctypes.Structure):
 _METH_O, _METH_FASTCALL = 0x0008, 0x0080
 _new_function = ctypes.pythonapi.PyCFunction_NewEx
 _new_function.restype = ctypes.py_object
-_new_function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+_new_function.argtypes = [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
 
 
 def cache_folder() -> Path:
@@ -125,12 +124,13 @@ def _compile(name: str, path: Path) -> bytes:
     from kernels.targets.cpu import compile_function
 
     code = compile_function(name)
+    part = path.with_name(f"{name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(_sha256(code) + b"\n" + code)
-        os.replace(file.name, path)
-    except OSError:
-        pass  # nowhere to keep it: this process has it all the same
+        part.write_bytes(_sha256(code) + b"\n" + code)
+        os.replace(part, path)
+    except OSError:  # nowhere to keep it, or no room: this process has it all the same
+        with suppress(OSError):
+            part.unlink()
     return code
 
 
@@ -159,7 +159,8 @@ def _function(name: str, engine: llvm.ExecutionEngine, flags: int) -> Callable[.
     """The symbol `python` as a function of Python's. It lives as long as the process, and its code with it."""
     method = _MethodDef(name.encode(), engine.get_function_address("python"), flags, None)
     _linked.append((engine, method))
-    function: Callable[..., int] = _new_function(ctypes.addressof(method), None, None)
+    # Its `self` is the error it may raise: in a process with Numba, the symbol PyExc_TypeError means something else.
+    function: Callable[..., int] = _new_function(ctypes.addressof(method), TypeError, None)
     return function
 
 

@@ -304,7 +304,10 @@ _KNOWN |= {"PyErr_SetString", "PyEval_SaveThread", "PyEval_RestoreThread"}
 
 
 def _python_wrapper(native: str, count: int) -> str:
-    """LLVM text of `python`: integers from Python, the GIL released, `native` called, an integer back."""
+    """LLVM text of `python`: integers from Python, the GIL released, `native` called, an integer back.
+
+    `self` is the exception type for a wrong number of arguments.
+    """
     loads = "".join(
         f"""
   %p{i} = getelementptr ptr, ptr %args, i64 {i}
@@ -315,7 +318,6 @@ def _python_wrapper(native: str, count: int) -> str:
     arguments = "".join(f", i64 %a{i}" for i in range(count))
     return f"""
 @complaint = private constant [{len(_COMPLAINT) + 4} x i8] c"{_COMPLAINT}{count:03d}\\00"
-@PyExc_TypeError = external global ptr
 declare i64 @PyLong_AsLongLong(ptr)
 declare ptr @PyLong_FromLongLong(i64)
 declare ptr @PyErr_Occurred()
@@ -326,8 +328,7 @@ define ptr @python(ptr %self, ptr %args, i64 %count) {{
   %enough = icmp eq i64 %count, {count}
   br i1 %enough, label %parse, label %refuse
 refuse:
-  %kind = load ptr, ptr @PyExc_TypeError
-  call void @PyErr_SetString(ptr %kind, ptr @complaint)
+  call void @PyErr_SetString(ptr %self, ptr @complaint)
   ret ptr null
 parse:{loads}
   %error = call ptr @PyErr_Occurred()

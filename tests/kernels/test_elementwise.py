@@ -339,7 +339,7 @@ def test_every_small_float_widens_to_its_value(name: str) -> None:
 
 
 def float32_patterns(rng: np.random.Generator) -> Array:
-    """Every sign, exponent and leading fraction bit with what matters to rounding behind them; and millions at random."""
+    """Every sign, exponent and leading fraction bit with what matters to rounding behind; and millions at random."""
     upper = np.arange(1 << 14, dtype=np.uint32)[:, None] << 18
     below = [0, 1, 0xFFF, 0x1000, 0x1001, 0x2000, 0x3000, 0x7FFF, 0x8000, 0x8001, 0x18000]
     below += [0x10000, 0x1FFFF, 0x20000, 0x20001, 0x30000, 0x3FFFF]
