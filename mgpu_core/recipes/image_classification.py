@@ -39,7 +39,7 @@ from mgpu_core.parallel import DataParallel
 from mgpu_core.recipes.pictures import draw_predictions
 from mgpu_core.trainer import CHECKPOINT, METRICS, Trainer
 
-BASE_LR, BASE_BATCH = 0.05, 128  # go well together; the rate for another batch is scaled from these
+BASE_LR, BASE_BATCH = 0.1, 128  # go well together; the rate for another batch is scaled from these
 DEFAULTS = {"epochs": 4, "batch": 128, "lr": None, "seed": 0, "dtype": "float32"}
 
 
