@@ -1,0 +1,321 @@
+"""Starting ranks on this host: `spawn` for a function, `mgpu run` for a script or a module.
+
+Each rank is a fresh interpreter, since a fork after threads have started is unsafe. When one fails, the others have a
+few seconds to end by themselves, and what is reported is the first failure that is not the echo of another's. When the
+launching process dies, its ranks die with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import module_from_spec, spec_from_file_location
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from collectives import threads
+from collectives.errors import CollectiveError, PeerLostError
+from collectives.failure import Failure, RankTraceback, Reports
+from collectives.output import PrefixedOutput
+from collectives.ranks import GRACE, Rank, Ranks, die_with
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_FOREVER = float("inf")
+_BOOT = (
+    "import sys; from multiprocessing.connection import Connection; connection = Connection({descriptor}); "
+    "sys.path[:] = connection.recv(); from collectives.launch import _child; _child(connection, {parent})"
+)
+_importing_main = False
+
+
+def spawn(
+    fn: Callable[..., Any], nprocs: int, args: Sequence[Any] = (), *, backend: str = "auto", timeout: float = 300.0
+) -> list[Any]:
+    """Call fn(comm, *args) in `nprocs` new processes on this host, and return their results by rank.
+
+    fn, args and results travel by pickle, so fn is a module's function; in a script it stands above
+    `if __name__ == "__main__":`, under which spawn is called. comm is closed when fn returns. backend, timeout: as in
+    `init`; "sim" sets NUMBA_ENABLE_CUDASIM=1 in the ranks. Each rank's thread pools get its share of the processors,
+    where the environment does not say otherwise.
+
+    If ranks fail, the others are stopped after a few seconds, and the first failure that is not another's echo is
+    raised: the rank's own exception with its traceback as the cause, or PeerLostError naming the signal that killed it.
+    """
+    if _importing_main:
+        raise RuntimeError(
+            "spawn is called while a new rank imports the main script; put the call under `if __name__ == '__main__':`"
+        )
+    if nprocs < 1:
+        raise ValueError(f"nprocs={nprocs}; expected 1 or more")
+    job = _pack(fn, args, backend, timeout)
+    with ExitStack() as stack:
+        ranks = Ranks(nprocs)
+        stack.callback(ranks.close)
+        connections = [stack.enter_context(_start(ranks, backend)) for _ in range(nprocs)]
+        for connection in connections:
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has died: seen below
+                connection.send(sys.path)
+                connection.send_bytes(job)
+        try:
+            return _outcomes(ranks, connections)
+        except KeyboardInterrupt:
+            ranks.stop(signal.SIGINT)
+            raise
+
+
+def _pack(fn: Callable[..., Any], args: Sequence[Any], backend: str, timeout: float) -> bytes:
+    """Everything a rank needs; and the main module's place only where fn or args refer to it."""
+    from multiprocessing.spawn import get_preparation_data
+
+    try:
+        work = pickle.dumps((fn, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"spawn sends its function and arguments to new processes by pickle, and that fails: {error}. The function "
+            f"must be defined at the top level of a module, not inside another function or as a lambda"
+        ) from error
+    main = None
+    if b"__main__" in work:
+        main = get_preparation_data("rank")
+        if not main.keys() & {"init_main_from_name", "init_main_from_path"}:
+            raise TypeError(
+                f"new processes cannot import {fn!r}, which was defined in a notebook, at a prompt or by python -c; "
+                f"put it in a file and import it"
+            )
+        main = {name: value for name, value in main.items() if name not in ("authkey", "start_method")}
+    module = sys.modules.get(getattr(fn, "__module__", ""))
+    place = (module.__name__, module.__file__) if module and getattr(module, "__file__", None) else None
+    return pickle.dumps((main, place, work, backend, timeout))
+
+
+def _start(ranks: Ranks, backend: str) -> Connection:
+    from multiprocessing import Pipe
+    from multiprocessing.spawn import get_executable
+
+    ours, theirs = Pipe()
+    try:
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        code = _BOOT.format(descriptor=theirs.fileno(), parent=os.getpid())
+        ranks.start(
+            [os.fsdecode(get_executable()), *flags, "-c", code],
+            {"NUMBA_ENABLE_CUDASIM": "1"} if backend == "sim" else {},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return ours
+
+
+def _outcomes(ranks: Ranks, connections: list[Connection]) -> list[Any]:
+    """Results by rank. Raises the root cause if there are failures."""
+    results: dict[int, Any] = {}
+    failures: dict[int, Failure] = {}
+    open_ = dict(enumerate(connections))
+    deadline = _FOREVER
+    while ranks.running and time.monotonic() < deadline:
+        ready, ended = ranks.wait(open_.values(), deadline)
+        talking = [number for number, connection in open_.items() if connection.fileno() in ready]
+        for number in sorted({*talking, *(rank.number for rank in ended)} & open_.keys()):
+            outcome = _receive(open_.pop(number), number)
+            if isinstance(outcome, Failure):
+                failures[number] = outcome
+            elif outcome is not None:
+                results[number] = outcome[0]
+        for rank in ended:
+            if rank.number not in results and rank.number not in failures:
+                lost = PeerLostError(rank.describe() + (", before it had returned" if (rank.status or 0) >= 0 else ""))
+                failures[rank.number] = Failure(rank.number, time.monotonic(), lost, 0)
+        if (failures or len(results) == ranks.size) and deadline == _FOREVER:
+            deadline = time.monotonic() + GRACE
+    if failures:
+        root = min(failures.values(), key=lambda failure: failure.order)
+        raise root.error from _explain(root, failures, ranks)
+    return [results[number] for number in range(ranks.size)]
+
+
+def _receive(connection: Connection, rank: int) -> tuple[Any] | Failure | None:
+    """What a rank has sent; None if it has gone without a word."""
+    try:
+        return pickle.loads(connection.recv_bytes()) if connection.poll() else None
+    except (EOFError, OSError):
+        return None
+    except Exception as error:  # a class that is found there and not here
+        return Failure.of(rank, CollectiveError(f"what rank {rank} returned cannot be read here: {error}"))
+
+
+def _explain(root: Failure, failures: dict[int, Failure], ranks: Ranks) -> RankTraceback:
+    lines = [f"rank {root.rank}:\n{root.traceback}" if root.traceback else f"rank {root.rank} left no traceback"]
+    for number in range(ranks.size):
+        if number in failures and number != root.rank:
+            error = failures[number].error
+            lines.append(f"rank {number}: {type(error).__name__}: {error}")
+        elif ranks.all[number].status is None:
+            lines.append(f"rank {number} was still running {GRACE:g} s later, and was stopped")
+    return RankTraceback("\n".join(lines))
+
+
+def _child(connection: Connection, parent: int) -> None:
+    """What a rank that was spawned does: it sends back the result, in a tuple, or the failure."""
+    die_with(parent)()
+    comm = None
+    with connection, suppress(BrokenPipeError, ConnectionResetError):  # then nobody is there any more
+        try:
+            main, place, work, backend, timeout = pickle.loads(connection.recv_bytes())
+            fn, args = _unpack(main, place, work)
+            from collectives import init
+
+            comm = init(backend, timeout=timeout)
+            result = fn(comm, *args)
+            comm.close()
+            connection.send_bytes(pickle.dumps((result,)))
+        except BaseException as error:
+            connection.send_bytes(pickle.dumps(Failure.of(int(os.environ["MGPU_RANK"]), error)))
+            if comm:
+                with suppress(Exception):
+                    comm.close()
+
+
+def _unpack(
+    main: dict[str, Any] | None, place: tuple[str, str] | None, work: bytes
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function and its arguments; the main script is imported where they refer to it."""
+    if main:
+        from multiprocessing.spawn import prepare
+
+        global _importing_main
+        _importing_main = True
+        prepare(main)
+        _importing_main = False
+    try:
+        return pickle.loads(work)
+    except ModuleNotFoundError as error:
+        if not place or not error.name or not f"{place[0]}.".startswith(f"{error.name}."):
+            raise
+    # Its module was loaded from a file that no import finds, as pytest does.
+    spec = spec_from_file_location(*place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place[1]} cannot be imported")
+    module = module_from_spec(spec)
+    packages = place[0].split(".")[:-1]
+    for name in (".".join(packages[: depth + 1]) for depth in range(len(packages))):
+        sys.modules.setdefault(name, ModuleType(name))
+    sys.modules[place[0]] = module
+    spec.loader.exec_module(module)
+    return pickle.loads(work)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command `mgpu run`. The exit code is that of the first rank to fail, 128 + the signal if one killed it."""
+    options = _parser().parse_args(argv)
+    size = threads.here(1) if options.ranks is None else options.ranks
+    command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
+    with ExitStack() as stack:
+        ranks = Ranks(size, options.threads, options.pin)
+        stack.callback(ranks.close)
+        received = stack.enter_context(_forwarding_signals(ranks))
+        reports = stack.enter_context(Reports())
+        output = PrefixedOutput()
+        stream = subprocess.PIPE if options.prefix else None
+        for number in range(size):
+            ranks.start(
+                command,
+                {**reports.variables, "PYTHONUNBUFFERED": "1"},
+                stdin=None if number == 0 else subprocess.DEVNULL,  # as with mpirun
+                stdout=stream,
+                stderr=stream,
+                pass_fds=[reports.writer],
+                preexec_fn=die_with(os.getpid()),  # this process has one thread
+            )
+            process = ranks.all[-1].process
+            for pipe, sink in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
+                if pipe:
+                    output.add(pipe.fileno(), number, sink)
+        if received:  # while they were started
+            ranks.signal(received[-1])
+        failed = _watch(ranks, reports, output, received)
+        stopped = [rank.number for rank in ranks.running]
+        ranks.stop()
+        reports.read()
+        output.drain()
+        if received:
+            return 128 + received[0]
+        if not failed:
+            return 0
+        root = min(failed, key=lambda rank: reports.weight(rank.number))  # the earliest of the least
+        print(f"mgpu run: {root.describe()}{reports.reason(root.number)}", file=sys.stderr)
+        if stopped:
+            names = ", ".join(map(str, stopped))
+            print(f"mgpu run: still running {GRACE:g} s later, and stopped: {names}", file=sys.stderr)
+        status = root.status or 0
+        return status if status > 0 else 128 - status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mgpu run",
+        usage="mgpu run [-n N] [--threads K] [--pin] [--prefix] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
+        description="Start a Python script or module in N ranks on this host. When one fails, the others have "
+        f"{GRACE:g} seconds to end, and its exit code is the command's. Ctrl-C reaches every rank; a second one kills.",
+    )
+    parser.add_argument("-n", type=_count, metavar="N", dest="ranks", help="ranks (default: one per processor)")
+    parser.add_argument("--threads", type=_count, metavar="K", help="threads in each rank's pools (default: its share)")
+    parser.add_argument("--pin", action="store_true", help="keep each rank on processors of its own")
+    parser.add_argument("--prefix", action="store_true", help="put [rank] before every line of output")
+    parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
+    parser.add_argument("script", help="a Python file, or with -m a module's name")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return int(text)
+
+
+def _watch(ranks: Ranks, reports: Reports, output: PrefixedOutput, received: list[int]) -> list[Rank]:
+    """Wait until all ranks have ended, or until a few seconds after the first failure; the failed ones, in order."""
+    failed: list[Rank] = []
+    deadline = _FOREVER
+    while ranks.running and time.monotonic() < deadline:
+        ready, ended = ranks.wait([reports.reader, *output.pipes], deadline)
+        reports.read()
+        output.pump(ready)
+        failed += [rank for rank in ended if rank.status and not rank.signalled]
+        if failed and not received:
+            deadline = min(deadline, time.monotonic() + GRACE)
+    return failed
+
+
+@contextmanager
+def _forwarding_signals(ranks: Ranks) -> Iterator[list[int]]:
+    """Pass the first signal to the ranks, and kill them at the second; yields those that came."""
+    received: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        ranks.signal(number if len(received) == 1 else signal.SIGKILL)
+
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup
+            signal.signal(number, forward)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

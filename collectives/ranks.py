@@ -1,0 +1,193 @@
+"""The processes of a job's ranks on this host: each started in a session of its own, watched, and never left behind.
+
+A session of its own keeps the terminal's Ctrl-C from reaching a rank twice, from the terminal and from us, and makes a
+process group of whatever the rank starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from collectives import threads
+from collectives.channel import wait_for
+
+GRACE = 5.0  # seconds that ranks have to end by themselves after one has failed, and again after SIGTERM
+_SWEEP = 1.0  # seconds for what ranks have started to end after them
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Rank:
+    """One rank's process. status: its exit code, or minus the signal that killed it; None while it runs."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    pidfd: int | None
+    status: int | None = None
+    signalled: bool = False  # by us, before its end
+
+    def describe(self) -> str:
+        """How it ended."""
+        if self.status is None:
+            return f"rank {self.number} is running"
+        if self.status >= 0:
+            return f"rank {self.number} ended with exit code {self.status}"
+        try:
+            name = signal.Signals(-self.status).name
+        except ValueError:
+            name = f"signal {-self.status}"
+        hint = ""
+        if self.status == -signal.SIGKILL:
+            hint = " (by somebody, or by the kernel for lack of memory: see dmesg)"
+        elif self.status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT):
+            hint = " (PYTHONFAULTHANDLER=1 shows where)"
+        return f"rank {self.number} was killed by {name}{hint}"
+
+
+class Ranks:
+    """All ranks of a job that has this one host. `close` ends them, whatever has happened before."""
+
+    def __init__(self, size: int, threads_each: int | None = None, pin: bool = False) -> None:
+        """threads_each: for each rank's pools; None for its share. pin: keep each rank on processors of its own."""
+        self.size = size
+        self.all: list[Rank] = []
+        self._pins = threads.pins(size) if pin else None
+        self._environ = {name: value for name, value in os.environ.items() if name != "MGPU_REPORT"}
+        if threads_each is not None:
+            self._environ.update(dict.fromkeys(threads.VARIABLES, str(threads_each)))
+        self._environ.update(threads.variables(threads.here(size), self._environ))
+        run = secrets.token_hex(8)
+        self._environ.update(
+            MGPU_SIZE=str(size),
+            MGPU_LOCAL_SIZE=str(size),
+            MGPU_ADDRESS=f"unix:mgpu {run}",
+            MGPU_SECRET=secrets.token_hex(32),
+            MGPU_RUN=run,
+        )
+
+    def start(self, command: Sequence[str], environ: dict[str, str], **options: Any) -> None:
+        """Start the next rank; `options` are subprocess.Popen's."""
+        number = len(self.all)
+        before = os.sched_getaffinity(0)
+        if self._pins:
+            os.sched_setaffinity(
+                0, self._pins[number]
+            )  # of this thread, and so of the new process from its first moment
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**self._environ, "MGPU_RANK": str(number), "MGPU_LOCAL_RANK": str(number), **environ},
+                start_new_session=True,
+                **options,
+            )
+        finally:
+            if self._pins:
+                os.sched_setaffinity(0, before)
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except (OSError, AttributeError):
+            pidfd = None
+        self.all.append(Rank(number, process, pidfd))
+
+    @property
+    def running(self) -> list[Rank]:
+        return [rank for rank in self.all if rank.status is None]
+
+    def wait(self, files: Iterable[Any], deadline: float) -> tuple[list[int], list[Rank]]:
+        """Wait for any of these files, any rank's end, or the deadline; which files are ready and which ranks ended."""
+        if not all(rank.pidfd is not None for rank in self.running):
+            deadline = min(deadline, time.monotonic() + 0.02)  # an older kernel: look again soon
+        pidfds = [rank.pidfd for rank in self.running if rank.pidfd is not None]
+        ready = wait_for([*files, *pidfds], deadline)
+        return ready, [rank for rank in self.running if self._has_ended(rank)]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that runs."""
+        for rank in self.running:
+            rank.signalled = True
+            os.kill(rank.process.pid, number)  # it may have ended, but its id is still its own
+
+    def stop(self, *signals: int) -> None:
+        """End all ranks: by these signals in turn (SIGTERM if none is given), with time to heed each, then SIGKILL."""
+        try:
+            for number in signals or (signal.SIGTERM,):
+                self.signal(number)
+                self.signal(signal.SIGCONT)  # one that is stopped hears it only then
+                self._wait_for_all()
+        finally:  # at Ctrl-C, at once
+            self.signal(signal.SIGKILL)
+            self._wait_for_all()
+
+    def close(self) -> None:
+        """End all ranks and whatever they have started, and forget them."""
+        try:
+            self.stop()
+        finally:
+            self._sweep()
+            for rank in self.all:
+                rank.process.wait()
+                for stream in (rank.process.stdout, rank.process.stderr):
+                    if stream:
+                        stream.close()
+                if rank.pidfd is not None:
+                    os.close(rank.pidfd)
+            self.all = []
+
+    def _wait_for_all(self) -> None:
+        deadline = time.monotonic() + GRACE
+        while self.running and time.monotonic() < deadline:
+            self.wait([], deadline)
+
+    def _has_ended(self, rank: Rank) -> bool:
+        """Notes how. It stays a zombie until `close`, so that its id, which names its group, is not used again."""
+        if rank.status is None:
+            try:
+                result = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # SIGCHLD is ignored here, and the kernel has not kept the status
+                rank.status = 0
+            else:
+                if result:
+                    rank.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        return rank.status is not None
+
+    def _sweep(self) -> None:
+        groups = {rank.process.pid for rank in self.all}
+        deadline = time.monotonic() + _SWEEP
+        while (left := _members(groups)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for group in left:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+
+def die_with(parent: int) -> Callable[[], None]:
+    """What a new process calls to be killed when the thread that started it, in the process `parent`, ends."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def arrange() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # too late
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return arrange
+
+
+def _members(groups: set[int]) -> set[int]:
+    """Those of the process groups that have living members."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError), open(f"/proc/{name}/stat") as file:
+                state, _, group = file.read().rpartition(")")[2].split()[:3]
+                if int(group) in groups and state not in "ZX":
+                    found.add(int(group))
+    return found

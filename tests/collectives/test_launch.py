@@ -1,0 +1,411 @@
+"""Starting ranks: what they see, what comes back, which failure is reported, and that nothing is left behind."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from collectives import failure, launch, ranks
+from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from collectives.launch import spawn
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.5)
+    monkeypatch.setattr(ranks, "GRACE", 0.5)
+
+
+def gone(pid, seconds=3.0):
+    """Whether a process that need not be our child ends in this time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] in "ZX":
+                    return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# What spawned ranks do. They stand here since ranks find them by their module's name.
+
+
+class Mishap(Exception):
+    def __init__(self, code, *, where):
+        super().__init__(f"mishap {code}")
+        self.where = where
+
+    def __reduce__(self):
+        return _mishap, (self.args[0], self.where)
+
+
+def _mishap(text, where):
+    return Mishap(text.split()[1], where=where)
+
+
+class Unsendable(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def standing(comm, *args):
+    names = ["MGPU_RANK", "MGPU_SIZE", "MGPU_LOCAL_RANK", "MGPU_LOCAL_SIZE", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"]
+    child = subprocess.Popen(["sleep", "100"])  # outlives its rank, but not spawn
+    return comm.rank, comm.size, args, {name: os.environ.get(name) for name in names}, sys.stdin.read(), child.pid
+
+
+def fail_with(comm, kind):
+    if comm.rank == 1:
+        if kind == "mishap":
+            raise Mishap(7, where="there")
+        if kind == "unsendable":
+            raise Unsendable(1, 2)
+        if kind == "exit":
+            sys.exit(3)
+        if kind == "vanish":
+            os._exit(0)
+        if kind == "result":
+            return lambda: None
+        os.kill(os.getpid(), getattr(signal, kind))
+    try:
+        comm.barrier()
+    except PeerLostError as error:
+        if comm.rank == 2:
+            raise RuntimeError("a program's own error, for want of rank 1") from error
+        raise
+
+
+def fail_or_dawdle(comm):
+    if comm.rank == 0:
+        raise KeyError("first")
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+
+def test_results_come_back_by_rank(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("NUMBA_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    results = spawn(standing, 3, ("a", [1]))
+    assert dict(os.environ) == before
+    share = str(max(1, len(os.sched_getaffinity(0)) // 3))
+    for rank, (number, size, args, environ, stdin, child) in enumerate(results):
+        assert (number, size, args, stdin) == (rank, 3, ("a", [1]), "")
+        assert list(environ.values()) == [str(rank), "3", str(rank), "3", share, share]
+        assert gone(child)
+
+
+@pytest.mark.parametrize(
+    "kind,error,text",
+    [
+        ("mishap", Mishap, "mishap 7"),
+        ("unsendable", CollectiveError, "Unsendable: 1 and 2"),
+        ("exit", CollectiveError, r"rank 1 called sys\.exit\(3\)"),
+        ("vanish", PeerLostError, "rank 1 ended with exit code 0, before it had returned"),
+        ("result", Exception, "pickle"),
+        ("SIGKILL", PeerLostError, "rank 1 was killed by SIGKILL"),
+        ("SIGSEGV", PeerLostError, "rank 1 was killed by SIGSEGV .PYTHONFAULTHANDLER=1"),
+    ],
+)
+def test_the_cause_is_raised_and_not_its_echo(kind, error, text):
+    with pytest.raises(error, match=text) as caught:
+        spawn(fail_with, 3, (kind,))
+    assert type(caught.value) is error or kind == "result"
+    story = str(caught.value.__cause__)
+    if kind != "result":
+        assert "rank 0: PeerLostError" in story and "rank 2: RuntimeError: a program's own error" in story
+    if kind == "mishap":
+        assert caught.value.where == "there"
+        assert "test_launch.py" in story and 'raise Mishap(7, where="there")' in story
+
+
+def test_ranks_that_do_not_end_are_ended(impatient):
+    since = time.monotonic()
+    with pytest.raises(KeyError, match="first") as caught:
+        spawn(fail_or_dawdle, 3)
+    assert time.monotonic() - since < 20
+    assert "rank 1 was still running" in str(caught.value.__cause__)
+    assert "rank 2 was still running" in str(caught.value.__cause__)
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started a process"))
+
+    def inner(comm):
+        return None
+
+    for function in (inner, lambda comm: None):
+        with pytest.raises(TypeError, match="top level of a module"):
+            spawn(function, 2)
+    with pytest.raises(TypeError, match="pickle"):
+        spawn(standing, 2, (threading.Lock(),))
+    for nprocs in (0, -1):
+        with pytest.raises(ValueError, match=f"nprocs={nprocs}"):
+            spawn(standing, nprocs)
+
+
+@pytest.mark.parametrize("name", ["hidden_module", "nowhere.hidden"])
+def test_a_module_that_no_import_finds_is_loaded_from_its_file(name, tmp_path, monkeypatch):
+    (tmp_path / "hidden.py").write_text("def rank_of(comm):\n    return comm.rank\n")
+    spec = importlib.util.spec_from_file_location(name, tmp_path / "hidden.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "nowhere", types.ModuleType("nowhere"))
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    assert spawn(module.rank_of, 1) == [0]
+
+
+SCRIPT = """
+import os, sys, time
+from collectives import spawn
+
+def hello(comm, word):
+    return Word(word * (comm.rank + 1))
+
+def wait(comm):
+    print(os.getpid(), flush=True)
+    try:
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted", comm.rank, flush=True)
+        raise
+
+class Word(str):
+    pass
+"""
+
+
+def script(folder, end):
+    (folder / "script.py").write_text(SCRIPT + end)
+    return [sys.executable, str(folder / "script.py")]
+
+
+def test_functions_and_classes_of_the_main_script(tmp_path):
+    end = 'if __name__ == "__main__":\n    words = spawn(hello, 2, ("ab",))\n    print(words, type(words[0]) is Word)\n'
+    done = subprocess.run(script(tmp_path, end), capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("['ab', 'abab'] True\n", 0), done.stderr
+
+
+def test_a_main_script_without_its_guard(tmp_path):
+    done = subprocess.run(script(tmp_path, 'spawn(hello, 2, ("ab",))\n'), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "put the call under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]
+
+
+def test_a_function_typed_at_a_prompt():
+    code = "from collectives import spawn\ndef f(comm): pass\nspawn(f, 2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "put it in a file" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+def test_when_the_parent_is_interrupted_or_killed_its_ranks_end(tmp_path, number):
+    command = script(tmp_path, 'if __name__ == "__main__":\n    spawn(wait, 2)\n')
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.send_signal(number)
+        out, err = parent.communicate(timeout=30)
+        assert all(gone(pid) for pid in pids)
+    if number == signal.SIGINT:
+        assert sorted(out.split("\n")) == ["", "interrupted 0", "interrupted 1"]  # each of them once
+        assert err.rstrip().endswith("KeyboardInterrupt")
+    assert parent.returncode == -number
+
+
+# mgpu run
+
+RUN = """
+import sys
+from collectives import launch, ranks
+launch.GRACE = ranks.GRACE = 0.5
+sys.exit(launch.main(sys.argv[1:]))
+"""
+PRELUDE = """
+import os, signal, sys, time
+from collectives.errors import PeerLostError, CollectiveTimeoutError
+from collectives.failure import report_failures
+rank = int(os.environ["MGPU_RANK"])
+report_failures()
+"""
+
+
+def run(folder, text, *arguments, options=("-n", "3"), **changes):
+    (folder / "program.py").write_text(PRELUDE + text)
+    command = [sys.executable, "-c", RUN, *options, str(folder / "program.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **changes)
+
+
+def test_a_script_sees_its_rank_and_its_arguments(tmp_path):
+    text = """
+names = ["MGPU_SIZE", "MGPU_LOCAL_RANK", "MGPU_LOCAL_SIZE", "OMP_NUM_THREADS"]
+open(f"{sys.argv[1]}/{rank}", "w").write(" ".join([os.environ[name] for name in names] + sys.argv[2:]))
+assert os.environ["MGPU_ADDRESS"].startswith("unix:") and len(os.environ["MGPU_SECRET"]) == 64
+"""
+    done = run(tmp_path, text, str(tmp_path), "-n", "--threads", options=("-n", "3", "--threads", "5"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for rank in range(3):
+        assert (tmp_path / str(rank)).read_text() == f"3 {rank} 3 5 -n --threads"
+
+
+def test_a_module_and_pinned_ranks(tmp_path):
+    (tmp_path / "pinned.py").write_text("import os, sys; print(sorted(os.sched_getaffinity(0)), sys.argv[1:])")
+    command = [sys.executable, "-c", RUN, "-n", "2", "--pin", "--prefix", "-m", "pinned", "-x"]
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    from collectives.threads import pins
+
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {sorted(pin)} ['-x']" for rank, pin in enumerate(pins(2))]
+
+
+@pytest.mark.parametrize(
+    "text,code,said",
+    [
+        ("if rank == 1: sys.exit(7)", 7, "rank 1 ended with exit code 7"),
+        ("if rank == 2: os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 2 was killed by SIGKILL"),
+        ("if rank == 1: raise ValueError('so')", 1, "rank 1 ended with exit code 1: ValueError: so"),
+        ("time.sleep(rank / 5)\nraise [PeerLostError, CollectiveTimeoutError, OSError][rank]('x')", 1, "rank 2 ended"),
+        (
+            "time.sleep(rank / 5)\nif rank < 2: raise [PeerLostError, CollectiveTimeoutError][rank]('x')",
+            1,
+            "rank 1 ended",
+        ),
+        ("time.sleep(60 if rank == 0 else 0.1)\nsys.exit(4)", 4, "still running 0.5 s later, and stopped: 0"),
+    ],
+)
+def test_the_exit_code_is_the_cause_s(tmp_path, text, code, said):
+    done = run(tmp_path, text)
+    assert done.returncode == code, done.stderr
+    assert f"mgpu run: {said}" in done.stderr
+    assert done.stderr.count("mgpu run: rank") == 1
+
+
+def test_output_with_the_rank_before_every_line(tmp_path):
+    text = """
+print("one\\ntwo", flush=True)
+sys.stderr.write("10%\\r20%\\r")
+print("no end", end="")
+"""
+    done = run(tmp_path, text, options=("-n", "2", "--prefix"))
+    for rank in range(2):
+        lines = [line for line in done.stdout.split("\n") if line.startswith(f"[{rank}]")]
+        assert lines == [f"[{rank}] one", f"[{rank}] two", f"[{rank}] no end"]
+    lines = [line for line in done.stderr.split("\n") if line]  # subprocess has made line ends of the carriage returns
+    assert sorted(lines) == ["[0] 10%", "[0] 20%", "[1] 10%", "[1] 20%"]
+    assert run(tmp_path, text, options=("-n", "1")).stdout == "one\ntwo\nno end"
+
+
+def test_rank_0_has_the_input(tmp_path):
+    done = run(tmp_path, "print(rank, repr(sys.stdin.read()))", input="data")
+    assert sorted(done.stdout.splitlines()) == ["0 'data'", "1 ''", "2 ''"]
+
+
+STUBBORN = """
+import subprocess
+count = 0
+def note(number, frame):
+    global count
+    count += 1
+    print(f"signal {number} {count}", flush=True)
+    if sys.argv[1] == "leaves" : sys.exit(0)
+signal.signal(signal.SIGINT, note)
+signal.signal(signal.SIGTERM, note)
+helper = subprocess.Popen(["sleep", "100"])
+print(os.getpid(), helper.pid, flush=True)
+while True: time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_reaches_every_rank_once_and_a_second_kills(tmp_path, number):
+    (tmp_path / "program.py").write_text(PRELUDE + STUBBORN)
+    for manner in ("leaves", "stays"):
+        command = [sys.executable, "-c", RUN, "-n", "2", str(tmp_path / "program.py"), manner]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+            pids = [int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()]
+            os.killpg(launcher.pid, number)  # as a terminal does
+            assert [launcher.stdout.readline() for _ in range(2)] == [f"signal {int(number)} 1\n"] * 2
+            if manner == "stays":
+                launcher.send_signal(number)
+            assert launcher.wait(timeout=30) == 128 + number
+            assert launcher.stdout.read() == ""
+            assert all(gone(pid) for pid in pids)
+
+
+def test_when_the_launcher_is_killed_its_ranks_die(tmp_path):
+    (tmp_path / "program.py").write_text(PRELUDE + "print(os.getpid(), flush=True)\ntime.sleep(60)")
+    command = [sys.executable, "-c", RUN, "-n", "2", str(tmp_path / "program.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        pids = [int(launcher.stdout.readline()) for _ in range(2)]
+        launcher.kill()
+        assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("options", [[], ["-n", "0", "x.py"], ["-n", "two", "x.py"], ["--threads", "0", "x.py"]])
+def test_wrong_usage(options):
+    done = subprocess.run([sys.executable, "-c", RUN, *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "usage: mgpu run" in done.stderr
+
+
+def test_the_launcher_starts_quickly_for_want_of_imports():
+    heavy = {"numpy", "numba", "multiprocessing"}
+    code = f"import sys; from collectives import launch; print({heavy} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+# Causes and echoes
+
+
+def chained(error, cause):
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    "error,weight",
+    [
+        (ValueError(), 0),
+        (KeyboardInterrupt(), 0),
+        (CollectiveTimeoutError(), 1),
+        (PeerLostError(), 2),
+        (chained(RuntimeError(), PeerLostError()), 2),
+        (chained(PeerLostError(), ValueError()), 2),
+        (chained(OSError(), chained(KeyError(), CollectiveTimeoutError())), 1),
+    ],
+)
+def test_the_weight_of_a_failure(error, weight):
+    assert failure.weight(error) == weight
+
+
+def test_reports_are_not_written_to_a_descriptor_that_means_something_else(monkeypatch):
+    reader, writer = os.pipe()
+    other = os.open(os.devnull, os.O_RDWR)
+    hook = sys.excepthook
+    inode = os.fstat(writer).st_ino
+    for value in ("", "x", "99999:1", f"{other}:{inode}"):
+        monkeypatch.setenv("MGPU_REPORT", value)
+        failure.report_failures()
+        assert "MGPU_REPORT" not in os.environ
+        assert sys.excepthook is hook
+    for descriptor in (reader, writer, other):
+        os.close(descriptor)
