@@ -10,6 +10,7 @@ Everything runs on the calling thread, in a fixed order: the same input gives th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -296,8 +297,8 @@ def _scatter_columns(columns: Array, image: Array, first: int, size: Pair, windo
 
 def max_pool2d(x: Array, window: Pair, stride: Pair, padding: Pair) -> tuple[Array, Array]:
     shape = (x.shape[0], *output_size(x.shape[2:], window, stride, padding), x.shape[1])
-    y, taken = np.full(shape, -np.inf, dtype=x.dtype), np.zeros(shape, dtype=np.int32)
-    _max_pool(_padded(x, padding, -np.inf), y, taken, window, stride)
+    y, taken = np.empty(shape, dtype=x.dtype), np.empty(shape, dtype=np.int32)
+    _max_pool(*window)(_padded(x, padding, -np.inf), y, taken, stride)
     return _channels_first(y), _channels_first(taken)
 
 
@@ -305,7 +306,7 @@ def max_pool2d_gradient(
     g: Array, taken: Array, shape: tuple[int, ...], window: Pair, stride: Pair, padding: Pair
 ) -> Array:
     dx = _padded_zeros(shape, padding, g.dtype)
-    _max_pool_gradient(_channels_last(g), _channels_last(taken), dx, window, stride)
+    _max_pool_gradient(*window)(_channels_last(g), _channels_last(taken), dx, stride)
     return _cropped(dx, shape, padding)
 
 
@@ -322,33 +323,46 @@ def avg_pool2d_gradient(g: Array, shape: tuple[int, ...], window: Pair, stride: 
     return _cropped(dx, shape, padding)
 
 
-@_jit
-def _max_pool(x: Array, y: Array, taken: Array, window: Pair, stride: Pair) -> None:
-    for n in range(y.shape[0]):
-        for i in range(y.shape[1]):
-            for j in range(y.shape[2]):
-                best, number = y[n, i, j], taken[n, i, j]
-                for a in range(window[0]):
-                    for b in range(window[1]):
-                        seen = x[n, i * stride[0] + a, j * stride[1] + b]
-                        for c in range(seen.size):
-                            larger = (seen[c] > best[c]) | (seen[c] != seen[c])  # NaN wins
-                            best[c] = seen[c] if larger else best[c]
-                            number[c] = a * window[1] + b if larger else number[c]
+@functools.cache
+def _max_pool(kh: int, kw: int) -> Callable[..., None]:
+    """The kernel for one size of window: with a fixed size, loops over channels become vector instructions."""
+
+    @_jit
+    def kernel(x: Array, y: Array, taken: Array, stride: Pair) -> None:
+        for n in range(y.shape[0]):
+            for i in range(y.shape[1]):
+                for j in range(y.shape[2]):
+                    for c in range(y.shape[3]):
+                        best = x[n, i * stride[0], j * stride[1], c]
+                        number = np.int32(0)
+                        for a in range(kh):
+                            for b in range(kw):
+                                seen = x[n, i * stride[0] + a, j * stride[1] + b, c]
+                                larger = (seen > best) | (seen != seen)  # NaN wins
+                                best = seen if larger else best
+                                number = np.int32(a * kw + b) if larger else number
+                        y[n, i, j, c] = best
+                        taken[n, i, j, c] = number
+
+    return kernel
 
 
-@_jit
-def _max_pool_gradient(g: Array, taken: Array, dx: Array, window: Pair, stride: Pair) -> None:
-    zero = g.dtype.type(0)
-    for n in range(g.shape[0]):
-        for i in range(g.shape[1]):
-            for j in range(g.shape[2]):
-                gradient, number = g[n, i, j], taken[n, i, j]
-                for a in range(window[0]):
-                    for b in range(window[1]):
-                        to = dx[n, i * stride[0] + a, j * stride[1] + b]
-                        for c in range(to.size):
-                            to[c] += gradient[c] if number[c] == a * window[1] + b else zero
+@functools.cache
+def _max_pool_gradient(kh: int, kw: int) -> Callable[..., None]:
+    @_jit
+    def kernel(g: Array, taken: Array, dx: Array, stride: Pair) -> None:
+        zero = g.dtype.type(0)
+        for n in range(g.shape[0]):
+            for i in range(g.shape[1]):
+                for j in range(g.shape[2]):
+                    for c in range(g.shape[3]):
+                        gradient, number = g[n, i, j, c], taken[n, i, j, c]
+                        for a in range(kh):
+                            for b in range(kw):
+                                into = gradient if number == a * kw + b else zero
+                                dx[n, i * stride[0] + a, j * stride[1] + b, c] += into
+
+    return kernel
 
 
 @_jit

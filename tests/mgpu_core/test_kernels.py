@@ -41,9 +41,9 @@ pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
 
 
 @st.composite
-def windows(draw):
+def windows(draw, sizes=pairs):
     """(N, C, H, W), window, stride and padding that fit, batch and padding down to zero."""
-    window, stride = draw(pairs), draw(pairs)
+    window, stride = draw(sizes), draw(pairs)
     padding = tuple(draw(st.integers(0, k // 2)) for k in window)
     size = tuple(draw(st.integers(max(1, k - 2 * p), 9)) for k, p in zip(window, padding))
     return (draw(st.integers(0, 3)), draw(st.integers(1, 5)), *size), window, stride, padding
@@ -68,8 +68,9 @@ def test_convolution(case, outputs, dtype, with_bias, seed):
 
 
 @settings(max_examples=50)
-@given(windows(), st.sampled_from(DTYPES), st.integers(0, 2**32 - 1))
-def test_pooling(case, dtype, seed):
+@given(windows(st.sampled_from([(2, 2), (1, 3)])), st.integers(0, 2**32 - 1))  # each size is compiled by itself
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pooling(dtype, case, seed):
     shape, window, stride, padding = case
     rng = np.random.default_rng(seed)
     x = rng.integers(-2, 3, shape).astype(dtype)  # with many ties
