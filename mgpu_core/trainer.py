@@ -52,8 +52,7 @@ class Trainer:
         score: of the model and a batch's arrays: by name, a value for each sample, (n,); their means over the test set
             are the test results. For instance {"test_loss": losses, "test_accuracy": predicted == labels}.
         folder: where to put metrics and checkpoints; None keeps none.
-        settings: what else decides the run's course (seed, batch, ...), as JSON values; kept in the checkpoint, and
-            `resume` refuses one with others.
+        settings: what else is worth keeping in metrics and checkpoints, as JSON values.
         unit: what a sample is called when speed is shown.
 
     Attributes:
@@ -179,22 +178,21 @@ class Trainer:
             tensors = {f"model.{name}": array for name, array in self.model.model.state_dict().items()}
             tensors |= {f"optimizer.{name}": array for name, array in self.optimizer.state_dict().items()}
             position = {"epoch": self.epoch, "step": self.step, "seconds": self.seconds, "scores": self.scores}
-            checkpoint.save(self.folder / CHECKPOINT, tensors, {"settings": self.settings, **position})
+            meta = {"settings": self.settings, "data": self._data(), **position}
+            checkpoint.save(self.folder / CHECKPOINT, tensors, meta)
 
     def resume(self, path: str | Path) -> None:
         """Go on where a checkpoint was written, by any number of ranks. All ranks must call, and can read the file.
 
         Raises:
-            FileNotFoundError, CheckpointError: if there is none, or if it is of another model or other settings.
+            FileNotFoundError: if there is none.
+            CheckpointError: if it is of another model or optimiser, or its position is in another order of the data.
         """
         tensors, meta = checkpoint.load(path)
-        differing = [
-            f"{name} was {meta['settings'].get(name)!r}, is {value!r}"
-            for name, value in self.settings.items()
-            if meta["settings"].get(name) != value
-        ]
-        if differing:
-            raise checkpoint.CheckpointError(f"{path} is of a run with other settings: {'; '.join(differing)}")
+        if meta["data"] != self._data():
+            raise checkpoint.CheckpointError(
+                f"{path} is from a run with {meta['data']}, but this one has {self._data()}"
+            )
         for prefix, part in (("model.", self.model.model), ("optimizer.", self.optimizer)):
             state = {name.removeprefix(prefix): array for name, array in tensors.items() if name.startswith(prefix)}
             try:
@@ -203,6 +201,11 @@ class Trainer:
                 raise checkpoint.CheckpointError(f"{path} does not fit: {error}") from error
         self.epoch, self.step = meta["epoch"], meta["step"]
         self.seconds, self.scores = meta["seconds"], meta["scores"]
+
+    def _data(self) -> dict[str, int]:
+        """What a position in the data refers to."""
+        sampler = self.train.sampler
+        return {"samples": sampler.count, "batch": sampler.batch, "seed": sampler.seed}
 
     def _sum_over_ranks(self, values: list[float]) -> list[float]:
         if self.comm is None:
@@ -248,7 +251,7 @@ class _Report:
         if trainer.folder is not None:
             resume_at = trainer.samples_done if trainer.steps_done else None
             self.metrics = Metrics(trainer.folder / METRICS, resume_at=resume_at)
-            self.metrics.write("run", samples=trainer.samples_done, ranks=trainer.size, **trainer.settings)
+            self.metrics.write("run", samples=trainer.samples_done, ranks=trainer.size, settings=trainer.settings)
         self.bar = tqdm(
             total=self.epochs * trainer.train.sampler.steps,
             initial=trainer.steps_done,
