@@ -66,6 +66,8 @@ def meet(place: Place) -> Meeting:
             here = _Identity(_machine(place), os.getpid(), _link("/proc/self/ns/pid"))
             answers = star.exchange(json.dumps(here).encode(), deadline)
             identities = [_Identity(*json.loads(answer)) for answer in answers]
+            if len({identity.host for identity in identities}) > 1:
+                star.hosts = {rank: identity.host.partition(" ")[0] for rank, identity in enumerate(identities)}
             neighbours = [rank for rank, identity in enumerate(identities) if identity.host == here.host]
             if family == socket.AF_UNIX and len(neighbours) == place.size:
                 local = star

@@ -37,6 +37,7 @@ class Star:
         self.hub = members[0]
         self.channels = channels
         self.pidfds: dict[int, int] = {}  # owned by the meeting
+        self.hosts: dict[int, str] = {}  # for messages, where there are several
         self.error: CollectiveError | None = None
         self._number = 0  # of the exchange now going on
 
@@ -117,7 +118,7 @@ class Star:
             with suppress(ClosedError):  # it may have said why before it went
                 while frame := self.channels[rank].receive():
                     self._heed(rank, *frame)
-            raise PeerLostError(f"rank {rank} was lost: {error}") from error
+            raise PeerLostError(f"{self._name([rank])} was lost: {error}") from error
 
     def _collect(self, kind: _Kind, own: bytes, deadline: float) -> list[bytes]:
         """The hub's part: one frame of this kind from every member."""
@@ -140,7 +141,16 @@ class Star:
     def missing(self, arrived: Iterable[int], event: str) -> str:
         """Say who arrived and who did not."""
         absent = sorted(set(self.members) - set(arrived))
-        return f"{event}: {_ranks(arrived)} arrived, {_ranks(absent)} did not"
+        return f"{event}: {self._name(arrived)} arrived, {self._name(absent)} did not"
+
+    def _name(self, ranks: Iterable[int]) -> str:
+        """Such as: ranks 0, 1 and 5 (on host7)."""
+        numbers = [str(rank) for rank in sorted(ranks)]
+        if not numbers:
+            return "nobody"
+        text = f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}" if numbers[1:] else f"rank {numbers[0]}"
+        hosts = sorted({self.hosts[rank] for rank in ranks if rank in self.hosts})
+        return f"{text} (on {', '.join(hosts)})" if hosts else text
 
     def _answer(self, kind: _Kind, deadline: float) -> bytes:
         """A member's part: the hub's frame of this kind."""
@@ -151,7 +161,7 @@ class Star:
             found = self.next(time.monotonic() + _VERDICT)
         if found is None:
             raise CollectiveTimeoutError(
-                f"rank {self.rank}'s deadline passed, and rank {self.hub}, which knows who arrived, does not answer"
+                f"rank {self.rank}'s deadline passed, and {self._name([self.hub])}, which knows who arrived, is silent"
             )
         _, found_kind, payload = found
         if found_kind != kind:
@@ -176,11 +186,11 @@ class Star:
                 try:
                     frame = self.channels[rank].receive()  # what it sent before it ended still counts
                 except ClosedError as error:
-                    raise PeerLostError(f"rank {rank} was lost: {error}") from error
+                    raise PeerLostError(f"{self._name([rank])} was lost: {error}") from error
                 if frame:
                     return self._heed(rank, *frame)
                 if descriptor in processes:
-                    raise PeerLostError(f"rank {rank} was lost: its process has ended")
+                    raise PeerLostError(f"{self._name([rank])} was lost: its process has ended")
         return None
 
     def _heed(self, rank: int, kind: int, payload: bytes) -> tuple[int, int, bytes]:
@@ -214,11 +224,3 @@ def _unpack(data: bytes, count: int) -> list[bytes]:
         parts.append(data[start + 4 : end])
         start = end
     return parts
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """Such as: ranks 0, 1 and 5."""
-    names = [str(rank) for rank in sorted(ranks)]
-    if len(names) < 2:
-        return f"rank {names[0]}" if names else "nobody"
-    return f"ranks {', '.join(names[:-1])} and {names[-1]}"

@@ -407,6 +407,17 @@ def test_a_dead_rank_is_seen_though_a_child_of_its_holds_the_connection():
         meeting.close()
 
 
+def test_with_several_hosts_the_missing_are_named_with_theirs():
+    def job(meeting):
+        if meeting.rank != 2:
+            meeting.exchange(b"", 0.3)
+        time.sleep(0.6)
+
+    results = each(tcp(3, ["east", "east", "west"]), job)
+    for result in results[:2]:
+        assert "ranks 0 and 1 (on east) arrived, rank 2 (on west) did not" in str(result)
+
+
 def test_a_stopped_rank_is_a_timeout():
     places = unix(2)
     with process(places[1], "exchanges") as child:
