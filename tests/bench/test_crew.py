@@ -100,7 +100,7 @@ def test_a_rank_that_dies_is_noticed_at_once(tmp_path: Path, track: Track) -> No
         start = time.monotonic()
         with pytest.raises(CrewError, match="ended during 'sample'|is gone"):
             ours.ask(sample(calls=1, first=track.take(2)))
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 20
     finally:
         ours.kill()
         ours.close()
@@ -150,7 +150,7 @@ def test_ranks_leave_when_their_conductor_is_gone(tmp_path: Path, track: Track) 
             ours.ask(sample(calls=1, first=track.take(2)))
         for connection in ours._sockets:
             connection.close()
-        ours._processes[0].wait(timeout=5)
+        ours._processes[0].wait(timeout=30)
     finally:
         ours.kill()
         ours.close()

@@ -16,6 +16,7 @@ def test_the_table_has_cold_beside_warm_and_says_what_was_imported() -> None:
     assert lines[-1].endswith("warm: a rank has imported nothing heavy")
 
 
+@pytest.mark.slow  # compiles the kernels
 def test_stages_follow_each_other_in_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-n", "2", "--runs", "1", "--json", str(tmp_path / "x.json")]) == 0
     assert "slowest rank's first all-reduce" in capsys.readouterr().out
