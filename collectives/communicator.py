@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +67,9 @@ class Communicator:
     Raised by all: CollectiveMismatchError where ranks disagree, PeerLostError for a rank that died or left,
     CollectiveTimeoutError at the deadline, ValueError and TypeError for bad arguments. After one of the first three the
     communicator is of no further use.
+
+    `algorithm` names the one to use (see `collectives.builder.algorithms`), for those who know better than the choice
+    that is made without it.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -114,34 +118,63 @@ class Communicator:
             return self._all_reduce_list(x, op, out, algorithm, async_op)
         return self._make(self._all_reduce(x, op, out=out, algorithm=algorithm), async_op)
 
-    def reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
+    def reduce(
+        self,
+        x: Any,
+        op: Op = "sum",
+        *,
+        root: int = 0,
+        out: Any = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """The reduction of every rank's `x` on rank `root`: an array like x, or `out`; None on the others."""
-        return self._make(self._reduce(x, op, root=root, out=out), async_op)
+        return self._make(self._reduce(x, op, root=root, out=out, algorithm=algorithm), async_op)
 
     def reduce_scatter(
-        self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None, async_op: bool = False
+        self,
+        x: Any,
+        op: Op = "sum",
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
     ) -> Any:
         """This rank's block of the reduction. `x`, the same shape everywhere, is split on axis 0: into equal blocks, or
         `counts[r]` rows for rank r. Returns an array (rows, ...)."""
-        return self._make(self._reduce_scatter(x, op, out=out, counts=counts), async_op)
+        return self._make(self._reduce_scatter(x, op, out=out, counts=counts, algorithm=algorithm), async_op)
 
     # Copies
 
-    def broadcast(self, x: Any, *, root: int = 0, async_op: bool = False) -> Any:
+    def broadcast(self, x: Any, *, root: int = 0, algorithm: str | None = None, async_op: bool = False) -> Any:
         """Rank `root`'s x, on every rank, in place. (JAX arrays cannot be written: there the result is a new one.)"""
-        return self._make(self._broadcast(x, root=root), async_op)
+        return self._make(self._broadcast(x, root=root, algorithm=algorithm), async_op)
 
     def all_gather(
-        self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None, async_op: bool = False
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
     ) -> Any:
         """Every rank's x, joined on axis 0: (size * n, ...). With `counts`, rank r brings counts[r] rows."""
-        return self._make(self._all_gather(x, out=out, counts=counts), async_op)
+        return self._make(self._all_gather(x, out=out, counts=counts, algorithm=algorithm), async_op)
 
     def gather(
-        self, x: Any, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None, async_op: bool = False
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
     ) -> Any:
         """Every rank's x, joined on axis 0, on rank `root`; None on the others. `counts` as for all_gather."""
-        return self._make(self._gather(x, root=root, out=out, counts=counts), async_op)
+        return self._make(self._gather(x, root=root, out=out, counts=counts, algorithm=algorithm), async_op)
 
     def scatter(
         self,
@@ -150,23 +183,30 @@ class Communicator:
         root: int = 0,
         out: Any = None,
         counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
         async_op: bool = False,
     ) -> Any:
         """This rank's block of rank `root`'s x, split on axis 0 into equal blocks or `counts[r]` rows for rank r. Other
         ranks pass no x (it is not looked at), and `out`, which says what they expect."""
-        return self._make(self._scatter(x, root=root, out=out, counts=counts), async_op)
+        return self._make(self._scatter(x, root=root, out=out, counts=counts, algorithm=algorithm), async_op)
 
     def all_to_all(
-        self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None, async_op: bool = False
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+        async_op: bool = False,
     ) -> Any:
         """Block q of `x` (axis 0) goes to rank q, and what comes back is everybody's block for this rank, joined in
         rank order. Blocks are equal, or `counts[q]` rows go to rank q (each rank gives its own counts).
         """
-        return self._make(self._all_to_all(x, out=out, counts=counts), async_op)
+        return self._make(self._all_to_all(x, out=out, counts=counts, algorithm=algorithm), async_op)
 
-    def barrier(self, *, async_op: bool = False) -> Any:
+    def barrier(self, *, algorithm: str | None = None, async_op: bool = False) -> Any:
         """Return when every rank has come."""
-        return self._make(self._barrier(), async_op)
+        return self._make(self._barrier(algorithm), async_op)
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
         """Rank `root`'s value on every rank: None, booleans, numbers, strings, lists and dicts of them (what JSON
@@ -287,68 +327,71 @@ class Communicator:
         self._known[source.dtype, source.size, op, algorithm] = prepared.call
         return prepared
 
-    def _reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None) -> Prepared:
+    def _reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None, **terms: Any) -> Prepared:
         source = arrays.view(x, "x")
         target, result = self._target(x, out, source.shape, source.dtype) if self.rank == root else (None, _nothing)
-        return self._prepared("reduce", source, target, result, source.size, op=op, root=root)
+        return self._prepared("reduce", source, target, result, source.size, op=op, root=root, **terms)
 
     def _reduce_scatter(
-        self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None
+        self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None, **terms: Any
     ) -> Prepared:
         source = arrays.view(x, "x")
         rows = self._split_rows(source, counts)
         target, result = self._target(x, out, (rows[self.rank], *source.shape[1:]), source.dtype)
-        return self._blocks("reduce_scatter", source, target, result, rows, counts, op=op)
+        return self._blocks("reduce_scatter", source, target, result, rows, counts, op=op, **terms)
 
-    def _broadcast(self, x: Any, *, root: int = 0) -> Prepared:
+    def _broadcast(self, x: Any, *, root: int = 0, **terms: Any) -> Prepared:
         if arrays.is_immutable(x):
             array = arrays.view(x, "x").copy()
-            return self._prepared("broadcast", array, array, lambda: arrays.same_kind(x, array), array.size, root=root)
+            result = partial(arrays.same_kind, x, array)
+            return self._prepared("broadcast", array, array, result, array.size, root=root, **terms)
         array = arrays.contiguous(arrays.view(x, "x", writable=self.rank != root))
-        return self._prepared("broadcast", array, array, lambda: x, array.size, root=root)
+        return self._prepared("broadcast", array, array, lambda: x, array.size, root=root, **terms)
 
-    def _all_gather(self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None) -> Prepared:
+    def _all_gather(self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None, **terms: Any) -> Prepared:
         source, rows = self._own_rows(x, counts)
         target, result = self._target(x, out, (sum(rows), *source.shape[1:]), source.dtype)
-        return self._blocks("all_gather", source, target, result, rows, counts)
+        return self._blocks("all_gather", source, target, result, rows, counts, **terms)
 
-    def _gather(self, x: Any, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None) -> Prepared:
+    def _gather(
+        self, x: Any, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None, **terms: Any
+    ) -> Prepared:
         source, rows = self._own_rows(x, counts)
         shape = (sum(rows), *source.shape[1:])
         target, result = self._target(x, out, shape, source.dtype) if self.rank == root else (None, _nothing)
-        return self._blocks("gather", source, target, result, rows, counts, root=root)
+        return self._blocks("gather", source, target, result, rows, counts, root=root, **terms)
 
     def _scatter(
-        self, x: Any = None, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None
+        self, x: Any = None, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None, **terms: Any
     ) -> Prepared:
         if self.rank == root:
             source = arrays.view(x, "x")
             rows = self._split_rows(source, counts)
             target, result = self._target(x, out, (rows[root], *source.shape[1:]), source.dtype)
-            return self._blocks("scatter", source, target, result, rows, counts, root=root)
+            return self._blocks("scatter", source, target, result, rows, counts, root=root, **terms)
         if out is None:
             raise ValueError(f"scatter from rank {root}: rank {self.rank} must give out=, an array to receive into")
         target = arrays.view(out, "out", writable=True)
         shaped = target if target.ndim else target.reshape(1)
         rows = [len(shaped)] * self.size if counts is None else self._checked(counts, len(shaped), "out")
-        return self._blocks("scatter", None, target, lambda: out, rows, counts, root=root, like=shaped)
+        return self._blocks("scatter", None, target, lambda: out, rows, counts, root=root, like=shaped, **terms)
 
-    def _all_to_all(self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None) -> Prepared:
+    def _all_to_all(self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None, **terms: Any) -> Prepared:
         source = arrays.view(x, "x")
         sent = self._split_rows(source, counts)
         width = math.prod(source.shape[1:])
         if counts is None:
             target, result = self._target(x, out, source.shape, source.dtype)
-            return self._prepared("all_to_all", source, target, result, sent[0] * width)
+            return self._prepared("all_to_all", source, target, result, sent[0] * width, **terms)
         table = np.zeros((self.size, self.size), np.int64)
         self.all_gather(np.array(sent, np.int64), out=table)
         target, result = self._target(x, out, (int(table[:, self.rank].sum()), *source.shape[1:]), source.dtype)
         table *= width
         elements = tuple(table.ravel().tolist())
-        return self._prepared("all_to_all", source, target, result, int(table.sum()), counts=elements)
+        return self._prepared("all_to_all", source, target, result, int(table.sum()), counts=elements, **terms)
 
-    def _barrier(self) -> Prepared:
-        return Prepared(_BARRIER, None, None, _nothing)
+    def _barrier(self, algorithm: str | None = None) -> Prepared:
+        return Prepared(make_call("barrier", find("uint8"), 0, algorithm=algorithm), None, None, _nothing)
 
     def _all_reduce_list(self, xs: Sequence[Any], op: Op, out: Any, algorithm: str | None, async_op: bool) -> Any:
         if out is not None and out is not xs:
@@ -416,7 +459,9 @@ class Communicator:
             source = arrays.contiguous(source)
             if target is not None and source is not target and not self._in_place(collective, source, target, counts):
                 source = source.copy()
-        return Prepared(make_call(collective, dtype, count, name, root, scale, counts, algorithm), source, target, result)
+        return Prepared(
+            make_call(collective, dtype, count, name, root, scale, counts, algorithm), source, target, result
+        )
 
     def _in_place(self, collective: str, source: Array, target: Array, counts: tuple[int, ...] | None) -> bool:
         """Whether source and target lie apart, or as a call in place has them."""
@@ -527,7 +572,6 @@ def _reduction(op: Op, dtype: DType) -> tuple[str, int]:
     return name, scale
 
 
-_BARRIER = make_call("barrier", find("uint8"), 0)
 _PLANNABLE = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier",
 )  # fmt: skip

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +73,11 @@ class Link:
     def calls(self) -> int:
         """Collective calls that have ended."""
         return int(self.counters[0, x.COUNT_CALLS])
+
+    def count_call(self) -> None:
+        """Count a call that went no further than its entry."""
+        self.counters[:, x.COUNT_CALLS] += 1
+        ctypes.c_int64.from_address(int(self.words[x.LINK_FINISHED])).value = self.calls
 
 
 @dataclass(frozen=True)
@@ -149,10 +155,6 @@ class Job:
         self.descriptor[:] = descriptor
         self.address = int(self.words.ctypes.data)
         self._keep = (link, *tables.values())
-
-    def skip_entry(self) -> None:
-        """The next run's Enter is over already: another job of this call has done it."""
-        self.words[x.JOB_PLACE + x.PLACE_ENTERED] = 2
 
     def restart(self) -> None:
         """Forget how far an unfinished run has come."""

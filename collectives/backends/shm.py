@@ -216,11 +216,16 @@ class Shm(Backend):
                 f"same version of mgpu-core and the same algorithms registered?"
             )
         key = (call, *places) if symmetric else (call, "common")  # beside the keys of `_take_job`
-        job = self._jobs.setdefault(key, [self._make_job(call, places if symmetric else None)])[0]
+        if key not in self._jobs:
+            self._jobs[key] = [self._make_job(call, places if symmetric else None)]
+            if symmetric:
+                self._jobs[key][0].descriptor[-2:] = 0  # all know by now where whose arrays are
+        (job,) = self._jobs[key]
         if not symmetric:
             own = self.rank
             job.inputs[own], job.outputs[own] = mine.inputs[own], mine.outputs[own]
-        job.skip_entry()
+        # The common way has an entry of its own, for which it may prepare as every call does; so this was a call.
+        self.link.count_call()
         mine.restart()
         return job
 
