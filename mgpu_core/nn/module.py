@@ -14,12 +14,17 @@ Self = TypeVar("Self", bound="Module")
 
 
 class Parameter(Tensor):
-    """A tensor that is trained: a leaf that requires a gradient. Set `requires_grad` to False to freeze it."""
+    """A tensor that is trained: a leaf that requires a gradient. Set `requires_grad` to False to freeze it.
 
-    __slots__ = ()
+    `sharded_over` names the axes of a mesh of ranks along which each rank holds a different part of it; along all others
+    the ranks hold copies.
+    """
 
-    def __init__(self, data: Any, *, dtype: Any = None) -> None:
+    __slots__ = ("sharded_over",)
+
+    def __init__(self, data: Any, *, dtype: Any = None, sharded_over: tuple[str, ...] = ()) -> None:
         super().__init__(data, dtype=dtype, requires_grad=True)
+        self.sharded_over = sharded_over
 
 
 class Module:
