@@ -97,12 +97,14 @@ def draw_curves(metrics: str | Path, picture: str | Path, title: str = "") -> No
 
         accuracy.plot(column(epochs, "samples"), column(epochs, "test_accuracy"), "o-", color=orange)
         for x, y in zip(column(epochs, "samples"), column(epochs, "test_accuracy")):
-            accuracy.annotate(f"{y:.1%}", (x, y), (0, 7), textcoords="offset points", ha="center", fontsize=9)
-        accuracy.margins(0.12, 0.25)
+            accuracy.annotate(f"{y:.1%}", (x, y), (-4, 6), textcoords="offset points", ha="right", fontsize=9)
+        accuracy.margins(0.2, 0.2)
         accuracy.set(title="Test accuracy")
         accuracy.yaxis.set_major_formatter(PercentFormatter(1))
 
-        speed.plot(samples, column(steps, "samples_per_second"), color=green)
+        speeds = column(steps, "samples_per_second")
+        speed.plot(samples, speeds, color=green, alpha=0.3, linewidth=1)
+        speed.plot(samples, _smooth(speeds), color=green)
         speed.set(title="Samples per second, all ranks", ylim=(0, None))
         speed.yaxis.set_major_formatter(EngFormatter(sep=""))
 

@@ -210,7 +210,10 @@ def main(argv: list[str] | None = None) -> int:
         if ranks == 1:
             result = train(None, options, found)
         else:
-            result = collectives.spawn(train, ranks, (options, found), backend=options.backend)[0]
+            try:
+                result = collectives.spawn(train, ranks, (options, found), backend=options.backend)[0]
+            except KeyboardInterrupt:  # which it has passed on: the ranks have stopped, and said where
+                return 130
     return 130 if result["interrupted"] else 0
 
 

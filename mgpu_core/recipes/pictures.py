@@ -41,11 +41,11 @@ def draw_predictions(
         block.suptitle(title, fontsize=13)
         axes = block.subplots(rows, COLUMNS).ravel()
         for place in axes:
-            place.axis("off")
+            place.set(xticks=[], yticks=[], frame_on=False)
         for place, i in zip(axes, chosen):
             right = predicted[i] == labels[i]
             text = f"{classes[predicted[i]]} {sureness[i]:.0%}" + ("" if right else f"\nis {classes[labels[i]]}")
             place.imshow(images[i], cmap="gray_r", interpolation="nearest")
-            place.set_title(text, fontsize=8, color="#1b7f3b" if right else "#c0392b", y=-0.02, va="top")
+            place.set_xlabel(text, fontsize=8, color="#1b7f3b" if right else "#c0392b")
     Path(picture).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=130)

@@ -53,7 +53,7 @@ def test_resuming_drops_what_will_be_trained_on_again(tmp_path):
     assert [r.get("samples") for r in metrics.read(path)] == [None, 64, 128, 192]
 
 
-@pytest.mark.parametrize("steps", [0, 1, 30])
+@pytest.mark.parametrize("steps", [0, 30])
 def test_the_curves_become_a_picture(tmp_path, steps):
     with Metrics(tmp_path / "m") as record:
         for step in range(steps):
