@@ -26,14 +26,17 @@ def view(x: Any, role: str = "the array", writable: bool = False) -> Array:
     `writable` memory is asked for and cannot be had.
     """
     array = x if type(x) is np.ndarray else _foreign(x, role, writable)
-    dtypes.find(array.dtype)
+    try:
+        dtypes.find(array.dtype)
+    except TypeError as error:
+        raise TypeError(f"{role}: {error}") from None
     if writable:
         if not array.flags.writeable:
             raise ValueError(f"{role} is read-only, and would have to be written to; pass a writable copy")
-        if not array.flags.c_contiguous:
+        if not is_plain(array):
             raise ValueError(
-                f"{role} (shape {array.shape}, strides {array.strides} bytes) is not C-contiguous, and would have to "
-                f"be written to; pass a contiguous array and copy it back"
+                f"{role} (shape {array.shape}, strides {array.strides} bytes) is not C-contiguous and aligned, and "
+                f"would have to be written to; pass a contiguous array and copy it back"
             )
     return array
 
@@ -64,13 +67,13 @@ def address(array: Array) -> int:
 
 
 def is_plain(array: Array) -> bool:
-    """Whether the array can be read and written as it lies: C-contiguous and writable."""
+    """Whether the array can be read and written as it lies: C-contiguous, aligned and writable."""
     return array.flags.carray
 
 
 def contiguous(array: Array) -> Array:
-    """The array, or a C-contiguous copy. (NumPy's own function would make a 0-d array one-dimensional.)"""
-    return array if array.flags.c_contiguous else array.copy(order="C")
+    """The array, or a C-contiguous, aligned copy. (NumPy's own function would make a 0-d array one-dimensional.)"""
+    return array if array.flags.c_contiguous and array.flags.aligned else array.copy(order="C")
 
 
 def _kind(x: Any) -> str:
@@ -80,8 +83,14 @@ def _kind(x: Any) -> str:
 
 def _foreign(x: Any, role: str, writable: bool) -> Array:
     kind = _kind(x)
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{role} is a masked array, whose mask would be lost; pass x.filled(value)")
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)
+    if isinstance(x, np.generic):
+        if writable:
+            raise ValueError(f"{role} is a NumPy scalar, which cannot be written to; pass an array of shape ()")
+        return np.asarray(x)
     if hasattr(x, "__cuda_array_interface__"):
         raise TypeError(
             f"{role} is in GPU memory, and this communicator's backend moves CPU arrays; use backend='cuda' or 'nccl'"
@@ -97,7 +106,10 @@ def _foreign(x: Any, role: str, writable: bool) -> Array:
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__"):
-        return np.from_dlpack(x)
+        try:
+            return np.from_dlpack(x)
+        except Exception as error:
+            raise TypeError(f"{role}, a {type(x).__name__}, cannot be read through DLPack: {error}") from error
     raise TypeError(
         f"{role} is a {type(x).__name__}; expected an array (NumPy, PyTorch, JAX, or anything with "
         f"__array_interface__ or DLPack). For a number or a list, pass numpy.asarray(...)"

@@ -16,6 +16,7 @@ from collectives.contract import COLLECTIVES
 from kernels.dtypes import DTYPES, OPERATIONS, DType
 
 SIGNATURE_WORDS = 4
+INTERNAL = 1  # the scale of a call that the package makes for itself, within another
 ORDINARY = -1  # the location of an array outside symmetric memory
 
 _CALLS = tuple(COLLECTIVES)
@@ -85,6 +86,8 @@ def describe(words: tuple[int, ...]) -> str:
         parts.append(f"premul_sum({scale_value(what, scale)})" if op == "premul_sum" else op)
     if collective in ("reduce", "broadcast", "gather", "scatter"):
         parts.append(f"root {what >> 24 & 0xFFFF}")
+    elif scale == INTERNAL:
+        parts.append("as a part of empty or split")
     if counts:
         parts.append(f"counts with hash {counts:x}")
     if what >> 40 & 0x7FFF:

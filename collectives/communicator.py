@@ -79,6 +79,7 @@ class Communicator:
         self._lock = threading.RLock()
         self._known: dict[tuple[np.dtype[Any], int, Op, str | None], Call] = {}  # all_reduce's calls so far
         self._group: tuple[list[Message], list[Message]] | None = None
+        weakref.finalize(self, backend.close)  # whoever drops it without closing it
         _alive.add(self)
 
     @property
@@ -239,23 +240,26 @@ class Communicator:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Sends and receives made inside run together at its end, in any order: no order of ranks can block."""
-        if self._group is not None:
-            raise CollectiveError("a group is open already; groups do not nest")
-        self._group = ([], [])
-        try:
-            yield
-            sends, receives = self._group
-        finally:
-            self._group = None
+        """Sends and receives made inside run together at its end, in any order: no order of ranks can block.
+
+        The arrays must stay as they are until then. If an error leaves the block, nothing is sent or received.
+        """
         with self._lock:
+            if self._group is not None:
+                raise CollectiveError("a group is open already; groups do not nest")
+            self._group = ([], [])
+            try:
+                yield
+                sends, receives = self._group
+            finally:
+                self._group = None
             self._backend.exchange(sends, receives)
 
     # Symmetric memory
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
         """An array in memory that every rank reads and writes directly. All ranks call it together, with equal
-        arguments.
+        arguments. Its contents are undefined.
 
         Raises MemoryError on every rank if one has no room. The memory is freed when every rank has dropped its array
         and one more is allocated.
@@ -270,11 +274,8 @@ class Communicator:
         return memory.view(kind.numpy).reshape(dimensions)
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
-        """`empty`, filled with zeros."""
-        array = self.empty(shape, dtype)
-        array[...] = 0
-        self.barrier()
-        return array
+        """The same, zero: every rank's array is zero before any rank has its own."""
+        return self.empty(shape, dtype)
 
     def peer(self, x: Array, rank: int) -> Array:
         """Rank `rank`'s array that corresponds to this rank's symmetric `x` (or a view of one): shared, not copied.
@@ -297,8 +298,14 @@ class Communicator:
         arguments = args if x is None else (x, *args)
         with self._lock:
             prepared: Prepared = getattr(self, f"_{collective}")(*arguments, **options)
+            if x is not None and prepared.source is not None and not _lies_where(prepared.source, x):
+                raise ValueError(
+                    f"a plan reads x where it lies, and this x (shape {np.shape(x)}) would have to be copied: make it "
+                    f"C-contiguous, writable for broadcast, and apart from out"
+                )
             run = self._backend.plan(prepared.call, prepared.source, prepared.target)
         run.out = prepared.result()  # type: ignore[attr-defined]
+        run.communicator = self  # type: ignore[attr-defined]  # which lives as long as its plans
         return run
 
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
@@ -315,8 +322,13 @@ class Communicator:
         self._backend.abort(reason)
 
     def close(self) -> None:
-        """Give everything back; arrays from `empty` stay valid. Closing twice is fine."""
-        self._backend.close()
+        """Give everything back, after the asynchronous calls under way have ended. Closing twice is fine.
+
+        Arrays from `empty` stay valid. With the communicator that `init` made, those split from it are closed too. One
+        that is dropped without `close` is closed by the garbage collector.
+        """
+        with self._lock:
+            self._backend.close()
 
     # How arguments become a call
 
@@ -398,15 +410,16 @@ class Communicator:
             raise ValueError("all_reduce of a list: out is the same list, to reduce in place, or None")
         results: list[Any] = list(xs)
         views = [arrays.view(x, f"x[{i}]", writable=out is not None) for i, x in enumerate(xs)]
-        batches: list[tuple[list[int], Array, Any]] = []
+        batches: list[tuple[list[int], Array]] = []
+        works = []
         for dtype in dict.fromkeys(view.dtype for view in views):
             members = [i for i, view in enumerate(views) if view.dtype == dtype]
             bucket = np.concatenate([views[i].reshape(-1) for i in members])
-            work = self.all_reduce(bucket, op, out=bucket, algorithm=algorithm, async_op=True)
-            batches.append((members, bucket, work))
+            works.append(self.all_reduce(bucket, op, out=bucket, algorithm=algorithm, async_op=async_op))
+            batches.append((members, bucket))
 
         def finish() -> list[Any]:
-            for members, bucket, _ in batches:
+            for members, bucket in batches:
                 bounds = np.cumsum([views[i].size for i in members])[:-1]
                 for i, part in zip(members, np.split(bucket, bounds), strict=True):
                     if out is None:
@@ -415,8 +428,7 @@ class Communicator:
                         views[i][...] = part.reshape(views[i].shape)
             return results
 
-        many = _Many([work for _, _, work in batches], finish)
-        return many if async_op else many.wait()
+        return _Many(works, finish) if async_op else finish()
 
     def _blocks(
         self,
@@ -558,6 +570,11 @@ class _Many:
 
 def _nothing() -> None:
     return None
+
+
+def _lies_where(array: Array, x: Any) -> bool:
+    """Whether `array` is x's own memory, not a copy of it."""
+    return arrays.address(array) == arrays.address(arrays.view(x))
 
 
 def _reduction(op: Op, dtype: DType) -> tuple[str, int]:

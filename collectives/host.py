@@ -6,14 +6,29 @@ ranks allocate together lies at equal offsets. Arena 0 is the world's; the other
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+import weakref
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
-from collectives.memory import PAGE, Segment, heap_bytes
+from collectives.memory import PAGE, Heap, Segment, heap_bytes, parse_bytes
 from collectives.rendezvous import Meeting
 
+if TYPE_CHECKING:
+    from collectives.backends.shm import Shm
+
+SCRATCH = "16M"  # bytes a rank and communicator; MGPU_SCRATCH of rank 0 changes it
 ARENAS = 32  # for sub-communicators that are alive at one time
 _SHARE = 4  # each has this fraction of the world's address space; the memory is sparse
+
+
+class Birth(NamedTuple):
+    """What tells one sub-communicator from all others, on all of its ranks alike."""
+
+    path: tuple[int, ...]  # the number of the split that made it, after its parent's path
+    arena: int
+    members: tuple[int, ...]  # the world's numbers of its ranks
 
 
 class Host:
@@ -28,8 +43,11 @@ class Host:
                 f"the shm backend joins ranks of one host, and there are others: {where}; use backend='mpi' or 'nccl'"
             )
         self.meeting = meeting
-        sizes = meeting.exchange(heap_bytes((1 + ARENAS // _SHARE) * meeting.size).to_bytes(8, "little"))
-        self._world = min(int.from_bytes(size, "little") for size in sizes) // (_SHARE * PAGE) * (_SHARE * PAGE)
+        wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)
+        scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", SCRATCH), "MGPU_SCRATCH")
+        answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([wanted, scratch]).encode())]
+        self._world = min(heap for heap, _ in answers) // (_SHARE * PAGE) * (_SHARE * PAGE)
+        self.scratch = int(answers[0][1])
         own = Segment.create(0, 0, self._world * (1 + ARENAS // _SHARE))
         descriptors = meeting.exchange_fd(own.fd)
         self.segments: list[Segment] = []
@@ -42,6 +60,8 @@ class Host:
                 self.segments.append(own.attach(descriptor))
         self.own = own
         self.free_arenas = set(range(1, ARENAS + 1))
+        self.left: list[tuple[Birth, Heap]] = []  # of sub-communicators closed here, until their arenas are free
+        self.engines: weakref.WeakSet[Shm] = weakref.WeakSet()
 
     def arena(self, index: int) -> tuple[int, int]:
         """(offset, bytes) of an arena in every segment."""
@@ -54,6 +74,18 @@ class Host:
         """Those of the ranks whose process has ended."""
         lost = set(self.meeting.lost())
         return [rank for rank in ranks if rank in lost]
+
+    def vacated(self) -> list[Birth]:
+        """The sub-communicators that this rank has closed and whose arrays are gone."""
+        for _, heap in self.left:
+            heap.settle(heap.pending())
+        return [birth for birth, heap in self.left if heap.used == 0]
+
+    def settle(self, births: Collection[Birth]) -> None:
+        """Arenas that all of their ranks have vacated are free again."""
+        for birth in births:
+            self.free_arenas.add(birth.arena)
+        self.left = [(birth, heap) for birth, heap in self.left if birth not in births]
 
     def close(self) -> None:
         """Take leave of the others. Memory stays mapped as long as arrays over it live."""

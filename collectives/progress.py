@@ -48,7 +48,7 @@ class Progress:
         self._submitted = 0
         self._closing = False
         self._lock = threading.Lock()
-        self.failure: BaseException | None = None
+        self.failure: tuple[int, BaseException] | None = None  # the number of the call that failed, and why
         self._thread = threading.Thread(target=self._work, name="mgpu progress", daemon=True)
         self._thread.start()
         atexit.register(_close, weakref.ref(self))
@@ -95,12 +95,13 @@ class Progress:
             if status == IDLE:
                 continue
             # The call after the last one that has ended waits, or differs between ranks.
-            number = self.completed + 1
-            queued = next(entry for n, entry, _ in list(self._running) if n & 0xFFFFFFFF == number & 0xFFFFFFFF)
+            following = self.completed + 1 & 0xFFFFFFFF
+            number, queued, _ = next(entry for entry in list(self._running) if entry[0] & 0xFFFFFFFF == following)
             try:
-                self._shm.complete(queued.job, queued.call, status)
+                self._shm.complete(queued.job, queued.call, status, None)
             except BaseException as error:  # raised again by every wait
-                self.failure = error
+                self._shm.fail(error)
+                self.failure = number, error
                 while self.busy:
                     self._complete(self._queue)
                 return
@@ -129,10 +130,10 @@ class Ticket(Pending):
 
     def wait(self) -> None:
         progress = self._progress
-        while not progress.ended(self._number):
+        while not progress.ended(self._number) and progress.failure is None:
             progress.settle(progress.flag, self._number, 200, 20)
-        if progress.failure is not None:
-            raise progress.failure
+        if progress.failure is not None and self._number >= progress.failure[0]:
+            raise progress.failure[1]
 
     def done(self) -> bool:
-        return self._progress.ended(self._number)
+        return self._progress.ended(self._number) or self._progress.failure is not None

@@ -1,7 +1,7 @@
 """What a communicator keeps at the start of its arena, in each member's segment, for the others to see.
 
-Offsets in bytes: the rank's state (whether it has given up or closed), its board of descriptors, the count of calls it
-has ended, and the flags that its peers raise.
+Offsets in bytes: the rank's state (whether it has given up or closed), the count of calls it has ended, what it waits
+for, its board of descriptors, and the flags that its peers raise.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ _STATE = 0  # a flag: OPEN, FAILED or CLOSED; then the length of the reason and 
 _REASON = 64
 _REASON_BYTES = 1984
 _FINISHED = _REASON + _REASON_BYTES
-_BOARD = _FINISHED + 64
+_WAITING = _FINISHED + 64
+_BOARD = _WAITING + 64
 _FLAGS = _BOARD + PAGES * PAGE_BYTES
 _FLAG_BYTES = 64
-_KINDS = 3  # flags from each peer: of collectives, of messages that arrived, of messages that it has taken
+_KINDS = 4  # flags from each peer: of collectives, of messages that arrived, of messages that it has taken, of signals
 
 OPEN, FAILED, CLOSED = range(3)
 
@@ -51,7 +52,8 @@ class Region:
         return self.address + _FINISHED
 
     def flag(self, kind: int, peer: int) -> int:
-        """Address of this member's flag of a kind (0 collective, 1 message, 2 message taken) that `peer` raises."""
+        """Address of this member's flag that `peer` raises, of kind 0 (of collectives), 1 (messages), 2 (taken
+        messages) or 3 (signals)."""
         return self.address + _FLAGS + (kind * self.size + peer) * _FLAG_BYTES
 
     @property
@@ -67,9 +69,18 @@ class Region:
 
     @property
     def calls_begun(self) -> int:
-        """The number of the newest call on the board."""
-        numbers = self._words[_BOARD // 8 : _FLAGS // 8 : PAGE_BYTES // 8]
-        return int((numbers & 0xFFFFFFFF).max())
+        """The number of the last call that this member has begun."""
+        ended = self.calls_ended
+        return ended if self.page(ended + 1) is None else ended + 1
+
+    @property
+    def waiting(self) -> int:
+        """What this member waits for, as `collectives.deadlock` words it; 0 for nothing."""
+        return int(self._words[_WAITING // 8])
+
+    @waiting.setter
+    def waiting(self, word: int) -> None:
+        self._words[_WAITING // 8] = word
 
     @property
     def state(self) -> int:

@@ -12,12 +12,14 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from collectives.arrays import Array, address
 from collectives.contract import Contract, geometry
+from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
 from collectives.job import Encoded, Job, Link
 from collectives.program import Buffer, Move, Program, Ref, Signal, Wait
@@ -62,7 +64,7 @@ class Streams:
 
     def exchange(self, sends: Sequence[tuple[Array, int, int]], receives: Sequence[tuple[Array, int, int]]) -> None:
         """Run all messages to their ends, turning from one to the other. Each stream keeps its messages' order."""
-        work: dict[tuple[int, bool], deque[Iterator[int]]] = {}
+        work: dict[tuple[int, bool], deque[Iterator[Waiting]]] = {}
         for array, peer, tag in sends:
             if peer == self._shm.rank:
                 self._to_self.append((tag, array.copy()))
@@ -78,26 +80,29 @@ class Streams:
             self._end(peer, sending).be_patient(patience)
         self._turn(list(work.values()))
 
-    def _turn(self, queues: list[deque[Iterator[int]]]) -> None:
+    def _turn(self, queues: list[deque[Iterator[Waiting]]]) -> None:
         """Advance the first message of every stream in turn until all are done."""
-        watch = Watch(self._shm, "a send or recv")
+        alone = len(queues) == 1
         rounds = 0
-        while queues:
-            waiting_for = []
-            for queue in list(queues):
-                peer = next(queue[0], None)
-                if peer is not None:
-                    waiting_for.append(peer)
-                    continue
-                rounds = 0
-                queue.popleft()
-                if not queue:
-                    queues.remove(queue)
-            rounds += 1
-            if len(queues) > 1 and rounds > 20:  # let others have the core, then sleep
-                os.sched_yield() if rounds < 200 else time.sleep(0.0002)
-            if waiting_for and (len(queues) == 1 or rounds % 250 == 0):
-                watch.look(waiting_for, lambda: "")
+        with Watch(self._shm, lambda: "a send or recv") as watch:
+            while queues:
+                blocked: list[Waiting] = []
+                for queue in list(queues):
+                    waiting = next(queue[0], None)
+                    if waiting is not None:
+                        blocked.append(waiting)
+                        continue
+                    rounds = 0
+                    queue.popleft()
+                    if not queue:
+                        queues.remove(queue)
+                rounds += 1
+                if len(queues) > 1 and rounds > 20:  # let others have the core, then sleep
+                    os.sched_yield() if rounds < 200 else time.sleep(0.0002)
+                if blocked and (len(queues) == 1 or rounds % 250 == 0):
+                    peers = sorted({waiting.peer for waiting in blocked})
+                    stuck = blocked[0] if alone and not self._shm.busy else None
+                    watch.look(peers, partial(self._shm.history, peers), stuck)
 
     def _from_self(self, out: Array, tag: int) -> None:
         for i, (sent, array) in enumerate(self._to_self):
@@ -149,7 +154,7 @@ class _End:
         """How long to look at a flag before letting others have the core."""
         self._link.words[LINK_SPINS], self._link.words[LINK_YIELDS] = patience
 
-    def send(self, array: Array, tag: int) -> Iterator[int]:
+    def send(self, array: Array, tag: int) -> Iterator[Waiting]:
         """Send one message; yields while the receiver is behind."""
         self._messages += 1
         dtype = find(array.dtype)
@@ -158,7 +163,7 @@ class _End:
         if array.size:
             yield from self._run(array, dtype)
 
-    def receive(self, out: Array, tag: int) -> Iterator[int]:
+    def receive(self, out: Array, tag: int) -> Iterator[Waiting]:
         """Receive the next message with this tag; yields while it has not come."""
         for i, (known, array) in enumerate(self._aside):
             if known == tag:
@@ -182,7 +187,7 @@ class _End:
                 yield from self._run(array, dtype)
             self._aside.append((known, array))
 
-    def _run(self, array: Array, dtype: DType) -> Iterator[int]:
+    def _run(self, array: Array, dtype: DType) -> Iterator[Waiting]:
         key = dtype, array.size
         if key not in self._jobs:
             lengths = geometry(self._encoded.program.contract, array.size, dtype.itemsize)
@@ -190,7 +195,7 @@ class _End:
         job = self._jobs[key]
         (job.inputs if self._sending else job.outputs)[self._link.rank] = address(array)
         while self._execute(job.address, 0, 1, 0, 1) != DONE:
-            yield self.peer
+            yield Waiting(Doing.SEND if self._sending else Doing.RECV, self.peer, self._link.signals_sent)
 
 
 def _check(peer: int, tag: int, dtype: DType, count: int, out: Array) -> None:

@@ -1,11 +1,15 @@
-"""What a rank looks at while it waits: peers that gave up, closed or died, and the deadline."""
+"""What a rank looks at while it waits: peers that gave up, closed or died, ranks that wait for each other, and the
+deadline.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING
 
+from collectives.deadlock import Circle, Waiting
 from collectives.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -23,24 +27,33 @@ _ERRORS = {
 
 
 class Watch:
-    """One wait of one call. Make it when the wait has begun, and look every 50 ms or so."""
+    """One wait of one call, `what` says which. Make it when the wait has begun, look every 50 ms or so, end it."""
 
-    def __init__(self, shm: Shm, call: str) -> None:
-        self._shm, self._call = shm, call
+    def __init__(self, shm: Shm, what: Callable[[], str]) -> None:
+        self._shm, self._what = shm, what
         self._began = time.monotonic()
         self._gone: list[int] = []
+        self._circle = Circle(shm.regions, shm.rank)
 
-    def look(self, peers: Sequence[int], arrivals: Callable[[], str]) -> None:
-        """Raise if the wait for one of `peers` is in vain or has lasted too long. `arrivals` says who has come.
+    def __enter__(self) -> Watch:
+        return self
 
-        Raises PeerLostError for a peer that died or closed, what a peer gave up with, and CollectiveTimeoutError.
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self._circle.end()
+
+    def look(self, peers: Sequence[int], arrivals: Callable[[], str], waiting: Waiting | None = None) -> None:
+        """Raise if it is in vain to wait for all of `peers`, or has lasted too long. `arrivals` says who has come;
+        `waiting` what this rank waits for, if it does nothing else until then.
+
+        Raises what a rank gave up with, PeerLostError for a peer that died or closed, CollectiveMismatchError for a
+        circle, and CollectiveTimeoutError.
         """
         shm = self._shm
-        for rank in peers:
-            if shm.regions[rank].state == FAILED:
-                reason = shm.regions[rank].reason()
+        for rank, region in enumerate(shm.regions):
+            if region.state == FAILED:
+                reason = region.reason()
                 error = _ERRORS.get(str(reason.get("kind")), CollectiveError)(
-                    f"{self._call}: rank {rank} gave up: {reason.get('text')}"
+                    f"{self._what()}: rank {rank} gave up: {reason.get('text')}"
                 )
                 error.echo = True
                 raise error
@@ -48,16 +61,20 @@ class Watch:
         # counts.
         gone = [rank for rank in peers if rank in self._gone]
         if gone:
-            raise PeerLostError(f"{self._call}: {'; '.join(map(self._obituary, gone))}")
+            raise PeerLostError(f"{self._what()}: {'; '.join(map(self._obituary, gone))}")
         dead = set(shm.host.dead([shm.members[rank] for rank in peers]))
         self._gone = [
             rank
             for rank in peers
             if rank != shm.rank and (shm.members[rank] in dead or shm.regions[rank].state == CLOSED)
         ]
+        if waiting is None:
+            self._circle.end()
+        elif circle := self._circle.look(waiting):
+            raise CollectiveMismatchError(f"{self._what()}: {circle}")
         waited = time.monotonic() - self._began
         if waited > shm.timeout:
-            raise CollectiveTimeoutError(f"{self._call} did not finish in {waited:.1f} s. {arrivals()}".strip())
+            raise CollectiveTimeoutError(f"{self._what()} did not finish in {waited:.1f} s: {arrivals()}")
 
     def _obituary(self, rank: int) -> str:
         region = self._shm.regions[rank]

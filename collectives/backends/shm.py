@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from collectives import programs, select
 from collectives.arrays import Array, address
 from collectives.backends.base import Backend, Pending
-from collectives.call import ORDINARY, SIGNATURE_WORDS, Call, describe, make_call
+from collectives.call import INTERNAL, ORDINARY, SIGNATURE_WORDS, Call, describe, make_call
 from collectives.contract import geometry
+from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError
-from collectives.host import ARENAS, Host
+from collectives.host import ARENAS, Birth, Host
 from collectives.job import Job, Link
-from collectives.memory import Heap, parse_bytes
+from collectives.memory import Heap
 from collectives.progress import Progress, Queued
 from collectives.region import CLOSED, FAILED, Region, region_bytes
 from collectives.stream import Streams
@@ -32,8 +35,8 @@ from kernels.dtypes import find
 from kernels.executor import DIFFERENT, DONE
 
 SLOTS = 16
-SCRATCH = "16M"  # bytes a rank, in all slots; MGPU_SCRATCH changes it
 _BYTE = find("uint8")
+_IN_COLLECTIVE = Waiting(Doing.COLLECTIVE)
 _NOWHERE = address(np.zeros(1, np.uint8))  # for an array that a rank does not have: never touched
 
 
@@ -42,11 +45,14 @@ class Shm(Backend):
 
     name = "shm"
 
-    def __init__(self, host: Host, members: Sequence[int], arena: int, timeout: float) -> None:
+    def __init__(
+        self, host: Host, members: Sequence[int], arena: int, timeout: float, path: tuple[int, ...] = ()
+    ) -> None:
         self.host, self.members, self.arena, self.timeout = host, list(members), arena, timeout
+        self._birth = Birth(path, arena, tuple(members))
         self.rank, self.size = self.members.index(host.meeting.rank), len(self.members)
         start, room = host.arena(arena)
-        slot_bytes = parse_bytes(os.environ.get("MGPU_SCRATCH", SCRATCH), "MGPU_SCRATCH") // SLOTS // 64 * 64
+        slot_bytes = host.scratch // SLOTS // 64 * 64
         scratch = start + region_bytes(self.size)
         mail = scratch + SLOTS * slot_bytes
         heap = mail + Streams.bytes(self.size)
@@ -75,10 +81,8 @@ class Shm(Backend):
         self._failure: CollectiveError | None = None
         self._closed = False
         self._unusual = False  # failed, closed or with a queue: a call has more to look at
-        self._parent: Shm | None = None
-        self._birth: tuple[int, int, list[int]] = (0, arena, [])  # which split made this one, where, and for whom
         self._splits = 0
-        self._dropped: list[list[Any]] = []  # births of sub-communicators closed here, to be settled with the others
+        host.engines.add(self)
         self._streams = Streams(self, [segment.address + mail for segment in self._segments], mail)
 
     # Calls
@@ -86,13 +90,17 @@ class Shm(Backend):
     def run(self, call: Call, source: Array | None, target: Array | None) -> None:
         if self._unusual:
             self._check_usable()
-            if self._progress is not None and self._progress.busy:
+            if self.busy:
                 self.start(call, source, target).wait()
                 return
         start, end = self._addresses(source, target)
         free, job = self._take_job(call, start, end, source, target)
-        if status := self._execute_on(job.address, self.rank, start, end):
-            self.complete(job, call, status)
+        try:
+            if status := self._execute_on(job.address, self.rank, start, end):
+                self.complete(job, call, status)
+        except BaseException as error:  # Ctrl-C, too
+            self.fail(error)
+            raise
         free.append(job)
 
     def start(self, call: Call, source: Array | None, target: Array | None) -> Pending:
@@ -118,8 +126,12 @@ class Shm(Backend):
                 if self._progress is not None and self._progress.busy:
                     self._progress.submit(Queued(call, job, keep), lambda: None).wait()
                     return
-            if status := execute(place, 0, 1, 0, 1):
-                self.complete(job, call, status)
+            try:
+                if status := execute(place, 0, 1, 0, 1):
+                    self.complete(job, call, status)
+            except BaseException as error:
+                self.fail(error)
+                raise
 
         return run
 
@@ -184,20 +196,18 @@ class Shm(Backend):
 
     # Trouble
 
-    def complete(self, job: Job, call: Call, status: int) -> None:
-        """Run a job to its end. `status`: what a first attempt returned."""
-        try:
-            watch = None
+    def complete(self, job: Job, call: Call, status: int, waiting: Waiting | None = _IN_COLLECTIVE) -> None:
+        """Run a job to its end. `status`: what a first attempt returned; `waiting`: see `Watch.look`."""
+        with Watch(self, lambda: describe(call.signature())) as watch:
             while status != DONE:
+                number = self.link.calls + 1
                 if status == DIFFERENT:
                     job = self._common_job(job, call)
                 else:
-                    watch = watch or Watch(self, describe(call.signature()))
-                    watch.look(range(self.size), lambda: self._arrivals(self.link.calls + 1))
+                    # Who has ended this call has done all that we wait for, and may have left since.
+                    awaited = [rank for rank, region in enumerate(self.regions) if region.calls_ended < number]
+                    watch.look(awaited, partial(self._arrivals, number), waiting)
                 status = self._execute(job.address, 0, 1, 0, 1)
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def _common_job(self, mine: Job, call: Call) -> Job:
         """The ranks' descriptors of this call differ: find who made a mistake, or the way to run it that suits all."""
@@ -231,13 +241,19 @@ class Shm(Backend):
 
     def _arrivals(self, call: int) -> str:
         """Who has begun a call and who has not, with what each did last."""
+        arrived = [rank for rank, region in enumerate(self.regions) if region.calls_begun >= call]
+        absent = [rank for rank in range(self.size) if rank not in arrived]
+        return f"{_name(arrived)} arrived, {_name(absent)} did not; {self.history(range(self.size))}"
+
+    def history(self, ranks: Iterable[int]) -> str:
+        """The last calls of some ranks."""
         lines = []
-        for rank, region in enumerate(self.regions):
-            begun = region.calls_begun
-            last = region.page(begun)
-            doing = f"is in call {begun}" if begun > region.calls_ended else f"has ended call {begun}"
-            what = f", {describe(last)}" if last else ""
-            lines.append(f"rank {rank} {'has arrived' if begun >= call else 'has not arrived'}: it {doing}{what}")
+        for rank in ranks:
+            region = self.regions[rank]
+            begun, ended = region.calls_begun, region.calls_ended
+            pages = [region.page(number) for number in range(begun, max(0, begun - 3), -1)]
+            last = ", after ".join(describe(page) for page in pages if page is not None)
+            lines.append(f"rank {rank} {'is in' if begun > ended else 'has ended'} call {begun}{last and ', '}{last}")
         return "; ".join(lines)
 
     def fail(self, error: BaseException) -> None:
@@ -248,6 +264,11 @@ class Shm(Backend):
             if not self._closed:
                 self.regions[self.rank].leave(FAILED, {"kind": type(mine).__name__, "text": str(mine)})
 
+    @property
+    def busy(self) -> bool:
+        """Whether asynchronous calls are under way."""
+        return self._progress is not None and self._progress.busy
+
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise CollectiveError(f"this communicator is of no further use: {self._failure}")
@@ -257,42 +278,61 @@ class Shm(Backend):
     # Memory
 
     def allocate(self, nbytes: int) -> Array:
-        everybody = [set(json.loads(answer)) for answer in self.gather_bytes(json.dumps(self._heap.pending()).encode())]
-        self._heap.settle(set.intersection(*everybody))
-        offset, problem = 0, ""
+        answers = self._agree("empty", [nbytes, self._heap.pending()])
+        if len({size for size, _ in answers}) > 1:
+            sizes = ", ".join(f"rank {rank} {size:,}" for rank, (size, _) in enumerate(answers))
+            self._refuse(CollectiveMismatchError(f"the ranks allocate different numbers of bytes: {sizes}"))
+        self._heap.settle(set.intersection(*(set(pending) for _, pending in answers)))
+        offset, problem = None, ""
         try:
             offset = self._heap.allocate(nbytes)
             self.host.own.commit(offset, nbytes)
+            array = self.host.own.view(offset, nbytes)
+            array[:] = 0  # before any peer may write to it
         except MemoryError as error:
             problem = str(error)
         problems = [answer.decode() for answer in self.gather_bytes(problem.encode())]
         if any(problems):
-            if offset:
+            if offset is not None:
                 self._heap.free(offset)
             raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
-        array = self.host.own.view(offset, nbytes)
+        assert offset is not None
         self._heap.follow(array, offset)
         for hole in self._heap.holes():
             self.host.own.release(*hole)
-        array[:] = 0
         return array
 
     def peer_view(self, array: Array, rank: int) -> Array:
-        offset = self.host.own.owner(address(array), array.nbytes)
+        first, last = byte_bounds(array)
+        offset = self.host.own.owner(first, last - first)
         if offset is None:
             raise ValueError(
                 "only symmetric memory has a peer's view; allocate the array with comm.empty or comm.zeros"
             )
-        return self._segments[rank].view(offset, array.nbytes).view(array.dtype).reshape(array.shape)
+        data = self._segments[rank].view(offset, last - first)
+        start = array.__array_interface__["data"][0] - first
+        return np.ndarray(array.shape, array.dtype, data, start, array.strides)
+
+    def _agree(self, what: str, payload: object) -> list[Any]:
+        """Every rank's payload, by rank, through JSON. Raises CollectiveMismatchError if not all are in call `what`."""
+        answers = [json.loads(answer) for answer in self.gather_bytes(json.dumps([what, payload]).encode())]
+        if len({theirs for theirs, _ in answers}) > 1:
+            calls = ", ".join(f"rank {rank} called {theirs}" for rank, (theirs, _) in enumerate(answers))
+            self._refuse(CollectiveMismatchError(f"the ranks disagree: {calls}"))
+        return [theirs for _, theirs in answers]
+
+    def _refuse(self, error: CollectiveError) -> NoReturn:
+        self.fail(error)
+        raise error
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank."""
         lengths = np.zeros(self.size, np.int64)
-        self.run(make_call("all_gather", find("int64"), 1), np.array([len(payload)]), lengths)
+        self.run(make_call("all_gather", find("int64"), 1, scale=INTERNAL), np.array([len(payload)]), lengths)
         room = int(lengths.max())
         padded = np.frombuffer(payload.ljust(room, b"\0"), np.uint8)
         gathered = np.empty((self.size, room), np.uint8)
-        self.run(make_call("all_gather", _BYTE, room), padded, gathered)
+        self.run(make_call("all_gather", _BYTE, room, scale=INTERNAL), padded, gathered)
         return [row[:length].tobytes() for row, length in zip(gathered, lengths.tolist(), strict=True)]
 
     # Messages, families, endings
@@ -306,39 +346,48 @@ class Shm(Backend):
             raise
 
     def split(self, color: int | None, key: int) -> Shm | None:
-        mine = {"color": color, "key": key, "free": sorted(self.host.free_arenas), "dropped": self._dropped}
-        answers = [json.loads(answer) for answer in self.gather_bytes(json.dumps(mine).encode())]
-        self._settle_arenas(answers)
+        mine = {"color": color, "key": key, "free": sorted(self.host.free_arenas), "vacated": self.host.vacated()}
+        answers = self._agree("split", mine)
+        free = self._settle_arenas(answers)
         self._splits += 1
         family = [rank for rank in range(self.size) if answers[rank]["color"] == color]
         family.sort(key=lambda rank: (answers[rank]["key"], rank))
         child, problem = None, ""
         if color is not None:
-            free = set.intersection(*(set(answers[rank]["free"]) for rank in family))
+            common = set.intersection(*(free[rank] for rank in family))
             try:
-                if not free:
+                if not common:
                     raise MemoryError(f"{ARENAS} sub-communicators are alive; close those that are done with")
-                child = Shm(self.host, [self.members[rank] for rank in family], min(free), self.timeout)
-                child._parent, child._birth = self, (self._splits, child.arena, family)
+                members, path = [self.members[rank] for rank in family], (*self._birth.path, self._splits)
+                child = Shm(self.host, members, min(common), self.timeout, path)
                 self.host.free_arenas.discard(child.arena)
             except MemoryError as error:
                 problem = str(error)
         problems = [answer.decode() for answer in self.gather_bytes(problem.encode())]
         if any(problems):
+            if child is not None:
+                self.host.free_arenas.add(child.arena)
             raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
         return child
 
-    def _settle_arenas(self, answers: list[dict[str, Any]]) -> None:
-        """Free the arenas of sub-communicators that all of their ranks have closed."""
-        for entry in {json.dumps(entry) for answer in answers for entry in answer["dropped"]}:
-            birth = json.loads(entry)
-            _, arena, family = birth
-            if all(birth in answers[rank]["dropped"] for rank in family):
-                for rank in family:
-                    answers[rank]["free"].append(arena)
-                if self.rank in family:
-                    self._dropped.remove(birth)
-                    self.host.free_arenas.add(arena)
+    def _settle_arenas(self, answers: list[dict[str, Any]]) -> list[set[int]]:
+        """Each rank's free arenas, with those of sub-communicators that all of their ranks have vacated."""
+        ranks = {member: rank for rank, member in enumerate(self.members)}
+        free = [set(answer["free"]) for answer in answers]
+        vacated = [
+            {Birth(tuple(path), arena, tuple(members)) for path, arena, members in answer["vacated"]}
+            for answer in answers
+        ]
+        settled = {
+            birth
+            for birth in set.union(*vacated)
+            if all(member in ranks and birth in vacated[ranks[member]] for member in birth.members)
+        }
+        for birth in settled:
+            for member in birth.members:
+                free[ranks[member]].add(birth.arena)
+        self.host.settle([birth for birth in settled if self.members[self.rank] in birth.members])
+        return free
 
     def abort(self, reason: str) -> None:
         self.fail(CollectiveError(reason))
@@ -355,9 +404,11 @@ class Shm(Backend):
         self._closed, self._unusual = True, True
         if self._failure is None:
             self.regions[self.rank].leave(CLOSED, {})
-            if self._parent is not None:
-                self._parent._dropped.append(list(self._birth))
-        if self.arena == 0:
+        if self.arena:
+            self.host.left.append((self._birth, self._heap))
+        else:
+            for engine in list(self.host.engines):
+                engine.close()
             self.host.close()
 
 
@@ -371,8 +422,10 @@ def _disagreement(number: int, words: Sequence[tuple[int, ...]]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, page in enumerate(words):
         groups.setdefault(describe(page), []).append(rank)
-    told = "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} called {what}"
-        for what, ranks in groups.items()
-    )
+    told = "; ".join(f"{_name(ranks)} called {what}" for what, ranks in groups.items())
     return f"the ranks disagree in call {number}: {told}"
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """Such as: ranks 0, 1, 5."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "nobody"
