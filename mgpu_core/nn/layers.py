@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu_core.autograd.portable import Pair
+from mgpu_core.autograd.portable.windows import Pair
 from mgpu_core.nn import functional as F
 from mgpu_core.nn.functional.convolution import pair
 from mgpu_core.nn.functional.normalization import Reduce

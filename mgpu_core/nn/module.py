@@ -16,8 +16,8 @@ Self = TypeVar("Self", bound="Module")
 class Parameter(Tensor):
     """A tensor that is trained: a leaf that requires a gradient. Set `requires_grad` to False to freeze it.
 
-    `sharded_over` names the axes of a mesh of ranks along which each rank holds a different part of it; along all others
-    the ranks hold copies.
+    `sharded_over` names the axes of a mesh of ranks along which each rank holds a different part of it; along all
+    others the ranks hold copies.
     """
 
     __slots__ = ("sharded_over",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mgpu_core.autograd.kernels import kernels_for
-from mgpu_core.autograd.portable import Pair, output_size
+from mgpu_core.autograd.portable.windows import Pair, output_size
 from mgpu_core.nn.functional.joining import concat
 from mgpu_core.tensor import Tensor, record
 

@@ -1,0 +1,43 @@
+"""The layers' kernels for NumPy arrays of float32 and float64: compiled loops around BLAS's matrix product.
+
+The same functions as in `portable`, which says what they compute. Images are (N, C, H, W) outside, and channels last
+in memory (what PyTorch calls channels_last): results are transposed views of (N, H, W, C) arrays, so that a chain
+of image layers never reorders, loops over channels are contiguous, and a convolution is a plain matrix product.
+An input laid out otherwise is copied once.
+
+Everything runs in a fixed order: the same input gives the same bits.
+"""
+
+from mgpu_core.autograd.cpu.activation import relu, relu_gradient
+from mgpu_core.autograd.cpu.channels import (
+    channel_moments,
+    channel_products,
+    channel_sums,
+    combine_channels,
+    normalize_channels,
+)
+from mgpu_core.autograd.cpu.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from mgpu_core.autograd.cpu.optimizer import adamw, sgd
+from mgpu_core.autograd.cpu.pooling import avg_pool2d, avg_pool2d_gradient, max_pool2d, max_pool2d_gradient
+from mgpu_core.autograd.cpu.rows import add_rows, softmax_minus_one_hot
+
+__all__ = [
+    "adamw",
+    "add_rows",
+    "avg_pool2d",
+    "avg_pool2d_gradient",
+    "channel_moments",
+    "channel_products",
+    "channel_sums",
+    "combine_channels",
+    "conv2d",
+    "conv2d_input_gradient",
+    "conv2d_weight_gradient",
+    "max_pool2d",
+    "max_pool2d_gradient",
+    "normalize_channels",
+    "relu",
+    "relu_gradient",
+    "sgd",
+    "softmax_minus_one_hot",
+]

@@ -1,0 +1,26 @@
+"""Channels last: how arrays (N, C, ...) lie in memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def channels_last(x: Array) -> Array:
+    """x (N, C, ...) as a contiguous array (N, ..., C); usually a view."""
+    return np.ascontiguousarray(np.moveaxis(x, 1, -1))
+
+
+def channels_first(x: Array) -> Array:
+    return np.moveaxis(x, -1, 1)
+
+
+def as_rows(x: Array) -> Array:
+    """x (N, C, ...) as a contiguous matrix with one row per sample and place, one column per channel."""
+    return channels_last(x).reshape(-1, x.shape[1])
+
+
+def like_rows(rows: Array, x: Array) -> Array:
+    """The inverse of `as_rows`."""
+    return channels_first(rows.reshape(x.shape[0], *x.shape[2:], x.shape[1]))

@@ -1,0 +1,39 @@
+"""The layers' kernels in terms of the array API alone: for any array library, and the reference for `cpu`.
+
+Images are (N, C, H, W). A window of kh x kw elements moves by `stride` over an image with `padding` around it; both
+are pairs, for rows and columns.
+"""
+
+from mgpu_core.autograd.portable.activation import relu, relu_gradient
+from mgpu_core.autograd.portable.channels import (
+    channel_moments,
+    channel_products,
+    channel_sums,
+    combine_channels,
+    normalize_channels,
+)
+from mgpu_core.autograd.portable.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
+from mgpu_core.autograd.portable.optimizer import adamw, sgd
+from mgpu_core.autograd.portable.pooling import avg_pool2d, avg_pool2d_gradient, max_pool2d, max_pool2d_gradient
+from mgpu_core.autograd.portable.rows import add_rows, softmax_minus_one_hot
+
+__all__ = [
+    "adamw",
+    "add_rows",
+    "avg_pool2d",
+    "avg_pool2d_gradient",
+    "channel_moments",
+    "channel_products",
+    "channel_sums",
+    "combine_channels",
+    "conv2d",
+    "conv2d_input_gradient",
+    "conv2d_weight_gradient",
+    "max_pool2d",
+    "max_pool2d_gradient",
+    "normalize_channels",
+    "relu",
+    "relu_gradient",
+    "sgd",
+    "softmax_minus_one_hot",
+]
