@@ -27,6 +27,7 @@ from bench.crew import Crew, Launch, python, start
 from bench.inputs import OPERATIONS
 from bench.samples import LIMIT_FROM, Case, Measurement, Row, summarise, write_csv, write_json
 from bench.states import FAR, NEAR
+from kernels.dtypes import find
 
 _DTYPES = {**{nccl: name for name, nccl in table.NCCL_NAMES.items()}, **{name: name for name in table.NCCL_NAMES}}
 
@@ -108,7 +109,7 @@ def plan_cases(arguments: argparse.Namespace) -> list[Case]:
     swept = sizes.sweep(arguments.minbytes, arguments.maxbytes, factor=arguments.stepfactor, step=arguments.stepbytes)
     cases = []
     for nbytes, dtype, op in itertools.product(swept, dtypes, ops):
-        itemsize = _itemsize(dtype)
+        itemsize = find(dtype).itemsize
         count = nbytes // itemsize
         cases += [Case(count * itemsize, count, dtype, op, in_place) for in_place in (False, True)]
     cases = [case for case in dict.fromkeys(cases) if case.count]
@@ -209,12 +210,6 @@ def _choose(text: str, known: Mapping[str, str], every: list[str], what: str) ->
     if unknown:
         raise ValueError(f"unknown {what} {', '.join(unknown)}: choose from {', '.join(known)}")
     return [known[word] for word in _words(text)]
-
-
-def _itemsize(dtype: str) -> int:
-    from kernels.dtypes import find
-
-    return find(dtype).itemsize
 
 
 def _plain(value: Any) -> Any:

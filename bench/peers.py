@@ -161,3 +161,7 @@ def _prefixes() -> Iterator[Path]:
     if on_path:
         yield Path(on_path).resolve().parent.parent
         yield Path(on_path).parent.parent
+
+
+if __name__ == "__main__":
+    sys.exit(main())

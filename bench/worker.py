@@ -14,16 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench import candidates, inputs
 from bench.crew import ADDRESS, FOLDER, RANK, Message
 from bench.pace import Pace
+from kernels.dtypes import find
 
 Answer = Callable[[Message], Message]
 
 
-def main() -> None:
+def run() -> None:
     """`python -m bench.worker ENGINE RANKS`, for every engine but ours."""
     name, ranks = sys.argv[1], int(sys.argv[2])
     rank = int(os.environ.get(RANK, 0))
@@ -125,7 +124,7 @@ class _Sampler:
         The meetings are numbered from `first`.
         """
         which = candidates.Candidate(**candidate)
-        kind = find_dtype(dtype)
+        kind = find(dtype).numpy
         x, out = (array[: count * kind.itemsize].view(kind) for array in self._memory[which.memory])
         if in_place:
             out = x
@@ -153,17 +152,10 @@ class _Sampler:
     def _block(self, dtype: str, op: str) -> tuple[inputs.Array, inputs.Array]:
         """This rank's input block and the result's."""
         if (dtype, op) not in self._blocks:
-            kind = find_dtype(dtype)
+            kind = find(dtype).numpy
             mine = inputs.blocks(self._ranks, kind, op)[self._engine.rank]
             self._blocks[dtype, op] = mine, inputs.expected(self._ranks, kind, op)
         return self._blocks[dtype, op]
-
-
-def find_dtype(name: str) -> np.dtype[Any]:
-    """NumPy's dtype of that name, or ml_dtypes'."""
-    from kernels.dtypes import find
-
-    return find(name).numpy
 
 
 def _say(connection: socket.socket, message: Message) -> None:
@@ -179,4 +171,4 @@ def _closed(connection: socket.socket) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    run()
