@@ -229,10 +229,12 @@ def main(argv: Sequence[str]) -> int:
         reports = stack.enter_context(Reports())
         output = PrefixedOutput()
         stream = subprocess.PIPE if options.prefix else None
+        # Without buffers a line leaves in pieces, and those of several ranks would mix where they share one output.
+        buffering = {"PYTHONUNBUFFERED": "1"} if options.prefix else {}
         for number in range(size):
             ranks.start(
                 command,
-                {**reports.variables, "PYTHONUNBUFFERED": "1"},
+                {**reports.variables, **buffering},
                 stdin=None if number == 0 else subprocess.DEVNULL,  # as with mpirun
                 stdout=stream,
                 stderr=stream,

@@ -1,5 +1,6 @@
 """Starting ranks: what they see, what comes back, which failure is reported, and that nothing is left behind."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -27,6 +28,15 @@ def nothing_left():
 def impatient(monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.5)
     monkeypatch.setattr(ranks, "GRACE", 0.5)
+
+
+@contextlib.contextmanager
+def started(command, **options):
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def gone(pid, seconds=3.0):
@@ -177,15 +187,18 @@ SCRIPT = """
 import os, sys, time
 from collectives import spawn
 
+def say(*words):  # a line at once, even with PYTHONUNBUFFERED
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 def hello(comm, word):
     return Word(word * (comm.rank + 1))
 
 def wait(comm):
-    print(os.getpid(), flush=True)
+    say(os.getpid())
     try:
         time.sleep(60)
     except KeyboardInterrupt:
-        print("interrupted", comm.rank, flush=True)
+        say("interrupted", comm.rank)
         raise
 
 class Word(str):
@@ -219,7 +232,7 @@ def test_a_function_typed_at_a_prompt():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_when_the_parent_is_interrupted_or_killed_its_ranks_end(tmp_path, number):
     command = script(tmp_path, 'if __name__ == "__main__":\n    spawn(wait, 2)\n')
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+    with started(command, stderr=subprocess.PIPE) as parent:
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         parent.send_signal(number)
         out, err = parent.communicate(timeout=30)
@@ -244,6 +257,9 @@ from collectives.errors import PeerLostError, CollectiveTimeoutError
 from collectives.failure import report_failures
 rank = int(os.environ["MGPU_RANK"])
 report_failures()
+
+def say(*words):  # a line at once, even with PYTHONUNBUFFERED
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 
 
@@ -314,7 +330,7 @@ print("no end", end="")
 
 
 def test_rank_0_has_the_input(tmp_path):
-    done = run(tmp_path, "print(rank, repr(sys.stdin.read()))", input="data")
+    done = run(tmp_path, "say(rank, repr(sys.stdin.read()))", input="data")
     assert sorted(done.stdout.splitlines()) == ["0 'data'", "1 ''", "2 ''"]
 
 
@@ -324,12 +340,12 @@ count = 0
 def note(number, frame):
     global count
     count += 1
-    print(f"signal {number} {count}", flush=True)
+    say("signal", number, count)
     if sys.argv[1] == "leaves" : sys.exit(0)
 signal.signal(signal.SIGINT, note)
 signal.signal(signal.SIGTERM, note)
 helper = subprocess.Popen(["sleep", "100"])
-print(os.getpid(), helper.pid, flush=True)
+say(os.getpid(), helper.pid)
 while True: time.sleep(0.1)
 """
 
@@ -339,7 +355,7 @@ def test_a_first_signal_reaches_every_rank_once_and_a_second_kills(tmp_path, num
     (tmp_path / "program.py").write_text(PRELUDE + STUBBORN)
     for manner in ("leaves", "stays"):
         command = [sys.executable, "-c", RUN, "-n", "2", str(tmp_path / "program.py"), manner]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as launcher:
+        with started(command, start_new_session=True) as launcher:
             pids = [int(pid) for _ in range(2) for pid in launcher.stdout.readline().split()]
             os.killpg(launcher.pid, number)  # as a terminal does
             assert [launcher.stdout.readline() for _ in range(2)] == [f"signal {int(number)} 1\n"] * 2
@@ -351,9 +367,9 @@ def test_a_first_signal_reaches_every_rank_once_and_a_second_kills(tmp_path, num
 
 
 def test_when_the_launcher_is_killed_its_ranks_die(tmp_path):
-    (tmp_path / "program.py").write_text(PRELUDE + "print(os.getpid(), flush=True)\ntime.sleep(60)")
+    (tmp_path / "program.py").write_text(PRELUDE + "say(os.getpid())\ntime.sleep(60)")
     command = [sys.executable, "-c", RUN, "-n", "2", str(tmp_path / "program.py")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+    with started(command) as launcher:
         pids = [int(launcher.stdout.readline()) for _ in range(2)]
         launcher.kill()
         assert all(gone(pid) for pid in pids)

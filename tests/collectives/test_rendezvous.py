@@ -15,6 +15,7 @@ import time
 import pytest
 
 from collectives import channel, rendezvous
+from collectives.door import Door
 from collectives.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from collectives.place import abstract, endpoint
 from collectives.rendezvous import Meeting, Place, meet
@@ -339,21 +340,27 @@ def test_different_exchanges_are_a_mismatch():
 
 
 @pytest.mark.parametrize("make", [unix, tcp])
-def test_a_rank_killed_while_others_meet(make):
-    places = make(4)
+def test_a_rank_killed_while_others_meet(make, monkeypatch):
+    places, there, killed = make(4), threading.Event(), []
+    welcome = Door._welcome
+
+    def note(door, introduction, connection):
+        welcome(door, introduction, connection)
+        if introduction.rank == 3:
+            there.set()
+
+    monkeypatch.setattr(Door, "_welcome", note)
     with process(places[3]) as victim:
-        before = time.monotonic()
 
         def kill():
-            time.sleep(0.7)  # it has started and is waiting for rank 2, which never comes
-            nonlocal before
-            before = time.monotonic()
+            assert there.wait(30)  # and rank 2 never comes
+            killed.append(time.monotonic())
             victim.kill()
 
         results = together([lambda: meet(places[0]), lambda: meet(places[1]), kill])
         for result in results[:2]:
             assert type(result) is PeerLostError and "rank 3 was lost" in str(result)
-        assert time.monotonic() - before < 1.5
+        assert time.monotonic() - killed[0] < 1.5
 
 
 @pytest.mark.parametrize("make", [unix, tcp])
