@@ -1,29 +1,31 @@
 """The proofs: a program is shown to be right before it runs.
 
-`verify` looks at nothing but the lowered instruction lists, and knows of the collective only its contract. It plays
-all ranks' lists against one another, once, with symbols for data, and shows
+`verify` looks at nothing but the lowered instruction lists, and knows of the collective only its contract. It
+plays all ranks' lists against one another, with symbols for data, and shows
 
-- *result*: each rank's OUTPUT ends with what the contract wants, every contribution counted exactly once, reduced in
-  the same order on every rank (so that all get the same bits), with the flags `raw` and `final` right;
+- *result*: each rank's OUTPUT ends with what the contract wants, every contribution counted exactly once, reduced
+  in the same order on every rank (so that all get the same bits), with the flags `raw` and `final` right;
 - *progress*: no rank waits for ever;
-- *no race*: of any two conflicting accesses, one happens before the other by program order, a signal waited for, or
-  Enter (vector clocks; L. Lamport 1978, F. Mattern 1989). With that, what holds in one interleaving holds in all,
-  and on weakly ordered machines too;
-- *the memory mode*: in staged memory only SCRATCH is touched by others than its owner;
+- *no race*: of any two conflicting accesses, one happens before the other by program order, by a signal waited for,
+  or by Enter (see `collectives.clocks`). With that, what holds in one interleaving holds in all, and on weakly
+  ordered machines too;
+- *the memory mode*: in staged memory nobody touches what is not his own, except SCRATCH;
 - *the borders of a call*: nobody touches others' arrays before Enter; when a rank has finished, all others have
   finished with its arrays, and with those slots of its scratch that it may write before the next Enter.
 
-Why one run is enough, though programs run in any number of slices, one after another, with chunks of any length:
+Why this is enough, though programs run in any number of slices, one after another, with chunks of any length:
 
-- Waits look back only to earlier slices (`lag`), so what a rank does in slice s is the same however many follow. The
-  run has slots + 2 slices; what must hold at the end of a call is required at the end of each, which covers all
-  shorter calls. From slice 1 on each slice repeats the one before, shifted, and uses of one slot are `slots`
-  slices apart: what is shown between slices 1 and slots + 1, without Enter's help, holds ever after.
-- A call's first writes before Enter go to the slot after the last, which was last used `slots` slices ago. Having
-  required that those are over, any program may follow any: all else comes after Enter, and Enter after all
-  ranks' last instructions. Counters go on from call to call by what a whole body signals, so none is left over.
+- Waits look back only to earlier slices (`lag`), so what a rank does in slice s is the same however many follow.
+  Clocks are kept for slots + 2 slices; what must hold at the end of a call is required at the end of each, which
+  covers all shorter calls. From slice 1 on each slice repeats the one before, shifted, and uses of one slot are
+  `slots` slices apart: what is shown from slice 1 to slice slots + 1, without Enter's help, holds ever after.
+- Every slice's Moves do the same to other elements and another slot. They are followed once, in one possible order,
+  and all conflicting accesses are required to keep that order in all slices; so each finds there what was found here.
+- A call's first writes before Enter go to the slot after the last, which was last used `slots` slices ago. As these
+  uses are required to be over, any program may follow any: all else comes after Enter, and Enter after all ranks'
+  last instructions. Counters go on from call to call by what a whole body signals, so none is left over.
 - Each Move touches one chunk, the same elements at all its places; where a chunk is empty or has ended, its Moves are
-  missing together, with everything that depended on them, and all signals still come.
+  missing together with everything that depended on them, and all signals still come.
 - INPUT and OUTPUT places of one number are taken for the same memory. A program that passes never reads what that
   overwrote, and is therefore right in place and out of place, even if ranks differ in that. (They are taken for
   different ones where OUTPUT is but a copy of INPUT, which in place is left out.)
@@ -31,27 +33,29 @@ Why one run is enough, though programs run in any number of slices, one after an
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from collectives.builder import lookup
+from collectives.clocks import Clocks
 from collectives.errors import ProgramError
 from collectives.lowering import build
 from collectives.program import Buffer, Enter, Instruction, Move, Program, Ref, Signal, Wait, untouched_inputs
 
-Clock = npt.NDArray[
-    np.int64
-]  # for each rank, how many of its instructions are known to be done; never changed in place
+Point = tuple[int, int]  # a rank, and a step in its list
 
 
 def verify(program: Program) -> None:
     """Prove `program` right, or raise ProgramError saying at which rank, step and chunk the proof fails."""
     _check_form(program)
-    _Run(program).prove()
+    clocks = Clocks(program, slices=program.slots + 2 if program.pipelined else 1)
+    data = _Dataflow(program, clocks.order)
+    _check_results(data)
+    _check_races(data, clocks)
+    _check_ends(data, clocks)
 
 
 def verified(collective: str, algorithm: str, size: int, **options: Any) -> Program:
@@ -77,18 +81,19 @@ def _check_form(program: Program) -> None:
         raise ProgramError(f'memory is "symmetric" or "staged", not {program.memory!r}')
     if program.slots < 2:
         raise ProgramError(f"at least 2 slots must rotate, not {program.slots}")
+    signals = Counter((rank, i.peer) for rank, body in enumerate(program.bodies) for i in body if type(i) is Signal)
     for rank, body in enumerate(program.bodies):
         enters = [step for step, instruction in enumerate(body) if isinstance(instruction, Enter)]
         if len(enters) != 1:
             raise ProgramError(f"every rank enters exactly once, not {len(enters)} times", rank=rank)
         for step, instruction in enumerate(body):
-            flaw = _flaw(instruction, rank, program, entered=step > enters[0])
+            flaw = _flaw(instruction, rank, program, signals, entered=step > enters[0])
             if flaw:
                 chunk = instruction.chunk if isinstance(instruction, Move) else None
                 raise ProgramError(f"{flaw} ({instruction})", rank=rank, step=step, chunk=chunk)
 
 
-def _flaw(instruction: Instruction, rank: int, program: Program, entered: bool) -> str | None:
+def _flaw(instruction: Instruction, rank: int, program: Program, signals: Counter[Point], entered: bool) -> str | None:
     match instruction:
         case Enter():
             return None
@@ -98,9 +103,8 @@ def _flaw(instruction: Instruction, rank: int, program: Program, entered: bool) 
             if not entered:
                 return "ranks neither signal nor wait before all have entered the call"
             if isinstance(instruction, Wait):
-                given = int(program.signals_in(rank)[peer])
-                if not 1 <= instruction.signal <= given:
-                    return f"rank {peer} gives {given} signals, there is no number {instruction.signal}"
+                if not 1 <= instruction.signal <= signals[peer, rank]:
+                    return f"rank {peer} gives {signals[peer, rank]} signals, there is no number {instruction.signal}"
                 if instruction.lag < 0:
                     return "no rank can wait for a later slice"
             return None
@@ -111,7 +115,9 @@ def _flaw(instruction: Instruction, rank: int, program: Program, entered: bool) 
                 return "a move has sources, each with its flag `raw`, and distinct destinations"
             if len(srcs) > 1 and not program.contract.reduces:
                 return f"{program.collective} reduces nothing"
-            flaws = (_flaw_of_place(ref, chunk, rank, program, entered, ref in dsts) for ref in (*srcs, *dsts))
+            flaws = (
+                _flaw_of_place(ref, chunk, rank, program, entered, k >= len(srcs)) for k, ref in enumerate(srcs + dsts)
+            )
             return next((flaw for flaw in flaws if flaw), None)
 
 
@@ -138,17 +144,6 @@ def _flaw_of_place(ref: Ref, chunk: int, rank: int, program: Program, entered: b
     return None
 
 
-class _Place:
-    """What one place holds, and who has used it since when."""
-
-    __slots__ = ("buffer", "readers", "slice", "value", "writer", "written")
-
-    def __init__(self, value: int, buffer: Buffer, slice_: int, writer: int, written: int) -> None:
-        self.value, self.buffer, self.slice = value, buffer, slice_
-        self.writer, self.written = writer, written  # the rank, and how many instructions it had then done
-        self.readers: dict[int, int] = {}  # rank -> how many instructions it had done, for all that read since
-
-
 class _Values:
     """Whatever a place can hold: one rank's contribution to a chunk, or a reduction. Equal ones have equal numbers."""
 
@@ -166,6 +161,9 @@ class _Values:
             return sources[0]
         return self._number((final, *sources), self.chunk[sources[0]], contributions, final)
 
+    def is_raw(self, value: int) -> bool:
+        return self.contributions[value].bit_count() == 1 and not self.finished[value]
+
     def _number(self, key: tuple[int, ...], chunk: int, contributions: int, finished: bool) -> int:
         if key not in self.numbers:
             self.numbers[key] = len(self.chunk)
@@ -175,170 +173,157 @@ class _Values:
         return self.numbers[key]
 
 
-class _Run:
-    """All ranks' lists, played against one another for slots + 2 slices (or the one that the program is for)."""
+class _Place:
+    """What one place holds in a slice, and who has used it."""
 
-    def __init__(self, program: Program) -> None:
-        size = program.size
+    __slots__ = ("buffer", "first", "readers", "value", "writer")
+
+    def __init__(self, value: int, buffer: Buffer, writer: Point | None, first: Point | None) -> None:
+        self.value = value
+        self.buffer = buffer  # the name by which it was written
+        self.writer = writer  # None if it is what a rank brings
+        self.readers: list[Point] = []  # since it was written
+        self.first = first  # the first to write in this slice
+
+
+class _Dataflow:
+    """What the Moves of one slice do, in one order that the ranks can take, and where that order matters."""
+
+    def __init__(self, program: Program, order: list[tuple[int, int, int]]) -> None:
         self.program = program
-        self.slices = program.slots + 2 if program.pipelined else 1
         self.values = _Values()
-        self.places: dict[tuple[int, int, int], _Place] = {}
-        self.entered: set[int] = set()
-        self.done = [0] * size  # instructions, of all slices so far
-        self.clocks: list[Clock] = [np.zeros(size, dtype=np.int64)] * size
-        self.signals: dict[tuple[int, int], list[tuple[int, Clock]]] = defaultdict(list)  # by (from, to): sender's time
+        self.places: dict[Ref, _Place] = {}
+        self.conflicts: list[tuple[Point, Point, Ref]] = []  # (later, earlier), by different ranks
+        self.last_visit: dict[tuple[int, int, bool], int] = {}  # (owner, visitor, to its scratch): the visitor's step
         self.untouched = untouched_inputs(move for body in program.bodies for move in body if type(move) is Move)
-        self.signals_in = [program.signals_in(rank).tolist() for rank in range(size)]
-        # by [owner, slice, visitor]: the visitor's time at its last access to the owner's arrays, and to its scratch
-        self.array_visits = np.zeros((size, self.slices, size), dtype=np.int64)
-        self.scratch_visits = np.zeros((size, self.slices, size), dtype=np.int64)
-        self.clocks_at_end = np.zeros((size, self.slices, size), dtype=np.int64)
-
-    def prove(self) -> None:
-        self._play()
-        self._check_results()
-        self._check_ends()
-
-    def _fail(self, message: str, rank: int, chunk: int | None = None) -> NoReturn:
-        raise ProgramError(message, rank=rank, step=self._step(rank, self.done[rank]), chunk=chunk)
-
-    def _step(self, rank: int, done: int) -> int:
-        return done % len(self.program.bodies[rank])
-
-    def _play(self) -> None:
-        """Let each rank go on as far as it can, until all are through or none can go on."""
-        size = self.program.size
-        ready = deque(range(size))
-        blocked: dict[int, tuple[int, int]] = {}  # rank -> (peer, how many signals of that peer it waits for)
-        while ready:
-            rank = ready.popleft()
-            body = self.program.bodies[rank]
-            while self.done[rank] < len(body) * self.slices:
-                slice_, step = divmod(self.done[rank], len(body))
-                instruction = body[step]
+        for rank, start, stop in order:
+            for step in range(start, stop):
+                instruction = program.bodies[rank][step]
                 if type(instruction) is Move:
-                    self._move(instruction, rank, slice_)
-                elif type(instruction) is Signal:
-                    peer = instruction.peer
-                    self.signals[rank, peer].append((self.done[rank] + 1, self.clocks[rank]))
-                    if blocked.get(peer) == (rank, len(self.signals[rank, peer])):
-                        del blocked[peer]
-                        ready.append(peer)
-                elif type(instruction) is Wait and slice_ >= instruction.lag:
-                    peer = instruction.peer
-                    count = (slice_ - instruction.lag) * self.signals_in[rank][peer] + instruction.signal
-                    if len(self.signals[peer, rank]) < count:
-                        blocked[rank] = peer, count
-                        break
-                    time, clock = self.signals[peer, rank][count - 1]
-                    self.clocks[rank] = np.maximum(self.clocks[rank], clock)
-                    self.clocks[rank][peer] = max(self.clocks[rank][peer], time)
-                elif type(instruction) is Enter and slice_ == 0 and rank not in self.entered:
-                    self.entered.add(rank)
-                    if len(self.entered) < size:
-                        break
-                    self.clocks = [np.array(self.done, dtype=np.int64)] * size
-                    ready.extend(other for other in range(size) if other != rank)
-                self.done[rank] += 1
-                if step + 1 == len(body):
-                    self.clocks_at_end[rank, slice_] = self.clocks[rank]
-        for rank, (peer, _) in blocked.items():
-            stuck = "; ".join(
-                f"rank {r} at step {self._step(r, self.done[r])}, for {q}" for r, (q, _) in blocked.items()
-            )
-            self._fail(f"waits for ever for rank {peer} (stuck: {stuck})", rank)
+                    self._move(instruction, (rank, step))
 
-    def _move(self, move: Move, rank: int, slice_: int) -> None:
-        sources = [self._read(ref, move.chunk, rank, slice_) for ref in move.srcs]
+    def chunk(self, at: Point) -> int:
+        move = self.program.bodies[at[0]][at[1]]
+        assert isinstance(move, Move)
+        return move.chunk
+
+    def _fail(self, message: str, at: Point, move: Move) -> NoReturn:
+        raise ProgramError(message, rank=at[0], step=at[1], chunk=move.chunk)
+
+    def _move(self, move: Move, at: Point) -> None:
+        contract, values = self.program.contract, self.values
+        sources = [self._read(ref, move, at) for ref in move.srcs]
         contributions = 0
-        finished = False
         for ref, value, raw in zip(move.srcs, sources, move.raw, strict=True):
-            twice = contributions & self.values.contributions[value]
+            twice = contributions & values.contributions[value]
             if twice:
-                self._fail(f"{ref} counts the contribution of rank {_ranks(twice)} twice", rank, move.chunk)
-            contributions |= self.values.contributions[value]
-            finished |= self.values.finished[value]
-            if raw != (self.values.contributions[value].bit_count() == 1 and not self.values.finished[value]):
-                self._fail(f"{ref} is marked {'' if raw else 'not '}raw, wrongly", rank, move.chunk)
-        completes = self.program.contract.reduces and contributions == self.program.contract.everyone and not finished
-        if move.final != completes:
-            self._fail(f"marked {'' if move.final else 'not '}final, wrongly", rank, move.chunk)
-        value = self.values.reduction(sources, contributions, move.final)
+                self._fail(f"{ref} counts the contribution of rank {_ranks(twice)} twice", at, move)
+            contributions |= values.contributions[value]
+            if raw != values.is_raw(value):
+                self._fail(f"{ref} is marked {'' if raw else 'not '}raw, wrongly", at, move)
+        finished = any(values.finished[value] for value in sources)
+        if move.final != (contract.reduces and contributions == contract.everyone and not finished):
+            self._fail(f"marked {'' if move.final else 'not '}final, wrongly", at, move)
+        result = values.reduction(sources, contributions, move.final)
         for ref in move.dsts:
-            self._write(ref, value, move.chunk, rank, slice_)
+            self._write(ref, result, at)
 
-    def _key(self, ref: Ref, rank: int, slice_: int) -> tuple[int, int, int]:
-        """The place that `ref` means in this slice; notes the visit if it is another rank's."""
-        if ref.buffer is Buffer.SCRATCH:
-            if ref.rank != rank:
-                self.scratch_visits[ref.rank, slice_, rank] = self.done[rank] + 1
-            return ref.rank, -1 - ref.place, slice_ % self.program.slots
-        if ref.rank != rank:
-            self.array_visits[ref.rank, slice_, rank] = self.done[rank] + 1
-        apart = ref.buffer is Buffer.INPUT and (ref.rank, ref.place) in self.untouched
-        return ref.rank, ref.place, -1 - slice_ if apart else slice_
+    def memory(self, ref: Ref) -> Ref:
+        """One name for each place: INPUT and OUTPUT of one number are the same memory if a call is in place."""
+        if ref.buffer is Buffer.INPUT and (ref.rank, ref.place) not in self.untouched:
+            return Ref(Buffer.OUTPUT, ref.rank, ref.place)
+        return ref
 
-    def _read(self, ref: Ref, chunk: int, rank: int, slice_: int) -> int:
-        key = self._key(ref, rank, slice_)
-        place = self.places.get(key)
+    def _read(self, ref: Ref, move: Move, at: Point) -> int:
+        self._visit(ref, at)
+        memory = self.memory(ref)
+        place = self.places.get(memory)
         if place is None:
             if ref.buffer is not Buffer.INPUT:
-                self._fail(f"{ref} is read before anything was written there", rank, chunk)
-            place = _Place(self.values.contribution(ref.rank, chunk), ref.buffer, slice_, ref.rank, 0)
-            self.places[key] = place
-        if place.writer != rank and self.clocks[rank][place.writer] < place.written:
-            self._fail(
-                f"{ref} is read while {self._access(place.writer, place.written)} may be writing it", rank, chunk
-            )
+                self._fail(f"{ref} is read before anything was written there", at, move)
+            place = _Place(self.values.contribution(ref.rank, move.chunk), Buffer.INPUT, None, None)
+            self.places[memory] = place
         if place.buffer is not ref.buffer:
             problem = (
                 "was overwritten, if the call is in place" if ref.buffer is Buffer.INPUT else "was not written yet"
             )
-            self._fail(f"{ref} is read, but {problem}", rank, chunk)
-        if place.slice != slice_ or self.values.chunk[place.value] != chunk:
-            self._fail(f"{ref} holds chunk {self.values.chunk[place.value]} of slice {place.slice}", rank, chunk)
-        place.readers[rank] = self.done[rank] + 1
+            self._fail(f"{ref} is read, but {problem}", at, move)
+        if self.values.chunk[place.value] != move.chunk:
+            self._fail(f"{ref} holds chunk {self.values.chunk[place.value]}", at, move)
+        if place.writer is not None and place.writer[0] != at[0]:
+            self.conflicts.append((at, place.writer, ref))
+        place.readers.append(at)
         return place.value
 
-    def _write(self, ref: Ref, value: int, chunk: int, rank: int, slice_: int) -> None:
-        key = self._key(ref, rank, slice_)
-        before = self.places.get(key)
+    def _write(self, ref: Ref, value: int, at: Point) -> None:
+        self._visit(ref, at)
+        memory = self.memory(ref)
+        before = self.places.get(memory)
+        first = at
         if before is not None:
-            clock = self.clocks[rank]
-            for peer, time in ((before.writer, before.written), *before.readers.items()):
-                if peer != rank and clock[peer] < time:
-                    self._fail(f"{ref} is written while {self._access(peer, time)} may be using it", rank, chunk)
-        self.places[key] = _Place(value, ref.buffer, slice_, rank, self.done[rank] + 1)
+            users = before.readers if before.writer is None else [before.writer, *before.readers]
+            self.conflicts += ((at, user, ref) for user in users if user[0] != at[0])
+            first = before.first or at
+        self.places[memory] = _Place(value, ref.buffer, at, first)
 
-    def _access(self, rank: int, time: int) -> str:
-        return f"rank {rank} at its step {self._step(rank, time - 1)}"
+    def _visit(self, ref: Ref, at: Point) -> None:
+        if ref.rank != at[0]:
+            self.last_visit[ref.rank, at[0], ref.buffer is Buffer.SCRATCH] = at[1]
 
-    def _check_results(self) -> None:
-        contract = self.program.contract
-        for slice_ in range(self.slices):
-            agreed: dict[int, tuple[int, int]] = {}  # chunk -> (a rank, the value it ends with)
-            for rank in range(contract.size):
-                for chunk, wanted in contract.wants(rank).items():
-                    place = self.places.get((rank, chunk, slice_))
-                    if place is None or place.buffer is not Buffer.OUTPUT:
-                        raise ProgramError("the output is never written", rank=rank, chunk=chunk)
-                    found = self.values.contributions[place.value]
-                    if found != wanted or self.values.chunk[place.value] != chunk:
-                        message = f"the output holds what rank {_ranks(found)} contributed, not rank {_ranks(wanted)}"
-                        raise ProgramError(message, rank=rank, chunk=chunk)
-                    other, value = agreed.setdefault(chunk, (rank, place.value))
-                    if contract.reduces and value != place.value:
-                        raise ProgramError(f"not reduced in the same order as on rank {other}", rank=rank, chunk=chunk)
 
-    def _check_ends(self) -> None:
-        """When a rank is through, its peers must be done with its arrays, and with the scratch it may soon write."""
-        slots, slices = self.program.slots, self.slices
-        for visits, ago, what in ((self.array_visits, 0, "arrays"), (self.scratch_visits, slots - 1, "scratch")):
-            late = np.argwhere(visits[:, : max(slices - ago, 0)] > self.clocks_at_end[:, ago:])
-            for rank, slice_, peer in late.tolist():
-                access = self._access(peer, int(visits[rank, slice_, peer]))
-                raise ProgramError(f"ends while {access} may still be using its {what}", rank=rank)
+def _check_results(data: _Dataflow) -> None:
+    contract, values = data.program.contract, data.values
+    agreed: dict[int, tuple[int, int]] = {}  # chunk -> (a rank, the value it ends with)
+    for rank in range(contract.size):
+        for chunk, wanted in contract.wants(rank).items():
+            place = data.places.get(Ref(Buffer.OUTPUT, rank, chunk))
+            if place is None or place.buffer is not Buffer.OUTPUT:
+                raise ProgramError("the output is never written", rank=rank, chunk=chunk)
+            found = values.contributions[place.value]
+            if found != wanted:
+                message = f"the output holds what rank {_ranks(found)} contributed, not rank {_ranks(wanted)}"
+                raise ProgramError(message, rank=rank, chunk=chunk)
+            other, value = agreed.setdefault(chunk, (rank, place.value))
+            if contract.reduces and value != place.value:
+                raise ProgramError(f"not reduced in the same order as on rank {other}", rank=rank, chunk=chunk)
+
+
+def _check_races(data: _Dataflow, clocks: Clocks) -> None:
+    """Conflicting accesses come in the order in which they were played, in each slice and from one slice to another."""
+    _require(data.conflicts, data, clocks, apart=0)
+    reuses = []
+    for memory, place in data.places.items():
+        if memory.buffer is Buffer.SCRATCH and place.first is not None and place.writer is not None:
+            users = (user for user in (place.writer, *place.readers) if user[0] != place.first[0])
+            reuses += [(place.first, user, memory) for user in users]
+    _require(reuses, data, clocks, apart=data.program.slots)
+
+
+def _require(orders: list[tuple[Point, Point, Ref]], data: _Dataflow, clocks: Clocks, apart: int) -> None:
+    """In each slice, the later access must know of the earlier, which came `apart` slices before."""
+    if not orders:
+        return
+    rank, step, peer, its_step = np.array([(*later, *earlier) for later, earlier, _ in orders], dtype=np.int64).T
+    for slice_ in range(apart, clocks.slices):
+        known = clocks.know(rank, slice_, step, peer, slice_ - apart, its_step)
+        if not known.all():
+            at, other, ref = orders[int(np.argmin(known))]
+            when = f", {apart} slices ago" if apart else ""
+            message = f"uses {ref} while rank {other[0]} may still be at its step {other[1]}{when}, which uses it too"
+            raise ProgramError(message, rank=at[0], step=at[1], chunk=data.chunk(at))
+
+
+def _check_ends(data: _Dataflow, clocks: Clocks) -> None:
+    """When a rank is through, its peers must be done with its arrays, and with the scratch that it may write next."""
+    for (owner, visitor, scratch), step in data.last_visit.items():
+        apart = data.program.slots - 1 if scratch else 0
+        end = len(data.program.bodies[owner])
+        slices = np.arange(apart, clocks.slices)
+        if not clocks.know(owner, slices, end, visitor, slices - apart, step).all():
+            what = f"its scratch of {apart} slices ago" if scratch else "its arrays"
+            raise ProgramError(
+                f"ends while rank {visitor} may still be at its step {step}, which uses {what}", rank=owner
+            )
 
 
 def _ranks(contributions: int) -> str:
