@@ -19,7 +19,7 @@ import numpy as np
 
 from mgpu_core import random
 from mgpu_core.nn import Sequential
-from mgpu_core.parallel.boundary import Value, like, tensors
+from mgpu_core.parallel.boundary import Value, leaves, tensors
 from mgpu_core.tensor import Tensor, backward
 
 
@@ -51,15 +51,13 @@ def _partition(
 ) -> tuple[float, list[int]]:
     """The least joined price of the parts' totals, and where the parts end. Dynamic programming, O(parts * n^2)."""
     before = list(accumulate(costs, initial=0.0))
-    best: list[tuple[float, list[int]]] = [(0.0, []), *[(math.inf, [])] * len(costs)]  # of the first j costs
+    best: list[tuple[float, list[int]]] = [(0.0, []), *[(math.inf, [])] * len(costs)]  # for the first j costs
     for _ in range(parts):
-        best = [
-            min(
-                (join(value, price(before[j] - before[i])), [*ends, j])
-                for i, (value, ends) in enumerate([*best[:j], (math.inf, [])])
-            )
-            for j in range(len(before))
-        ]
+        longer: list[tuple[float, list[int]]] = [(math.inf, [])]
+        for j in range(1, len(before)):
+            value, i = min((join(best[i][0], price(before[j] - before[i])), i) for i in range(j))
+            longer.append((value, [*best[i][1], j]))
+        best = longer
     return best[-1]
 
 
@@ -95,5 +93,5 @@ def _seconds(model: Sequential, sample: Tensor) -> list[float]:
         gradients = [np.ones(output.shape, output.dtype) for output in outputs]
         backward(outputs, gradients)
         taken.append(time.perf_counter() - begin)
-        value = like(result, [output.data for output in tensors(result)])
+        value = leaves(result)
     return taken

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from array_api_compat import array_namespace
+import numpy as np
 
+from kernels.dtypes import DTYPES, find
+from mgpu_core.autograd.tape import Array
 from mgpu_core.tensor import Tensor
 
 Value = Tensor | tuple[Tensor, ...]
@@ -20,12 +24,62 @@ def tensors(value: Value) -> tuple[Tensor, ...]:
     return parts
 
 
-def like(value: Value, parts: list[Any]) -> Value:
-    """Tensors of the arrays `parts` in the form of `value`: leaves, whose gradients are kept where there can be one."""
-    made = tuple(Tensor(part, requires_grad=is_differentiable(part)) for part in parts)
-    return made if isinstance(value, tuple) else made[0]
+def leaves(value: Value) -> Value:
+    """The same data without history; where a gradient can be, it will be kept."""
+    return Form.of(value).wrap([tensor.data for tensor in tensors(value)])
 
 
-def is_differentiable(array: Any) -> bool:
-    """Whether the array may have a gradient: its numbers are real, not integers."""
-    return bool(array_namespace(array).isdtype(array.dtype, "real floating"))
+def is_real(dtype: Any) -> bool:
+    """Whether arrays of this dtype can have gradients: real numbers, not integers."""
+    return find(dtype).kind == "float"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The shapes and dtypes of a value, as one stage tells them to the next."""
+
+    is_tuple: bool
+    parts: tuple[tuple[tuple[int, ...], Any], ...]
+
+    HEADER_WORDS = 64
+
+    @classmethod
+    def of(cls, value: Value) -> Form:
+        """That of a value."""
+        return cls(isinstance(value, tuple), tuple((part.shape, part.dtype) for part in tensors(value)))
+
+    def empty(self, xp: Any) -> list[Array]:
+        """Arrays for a value of this form, of any content, in the array namespace `xp`."""
+        return [xp.empty(shape, dtype=dtype) for shape, dtype in self.parts]
+
+    def empty_gradients(self, xp: Any) -> list[Array]:
+        """Arrays for the gradients of those of its parts that have one."""
+        return [xp.empty(shape, dtype=dtype) for shape, dtype in self.parts if is_real(dtype)]
+
+    def wrap(self, arrays: Sequence[Array]) -> Value:
+        """The value of this form that `arrays` make: leaves, which keep gradients where there can be one."""
+        made = tuple(Tensor(array, requires_grad=is_real(array.dtype)) for array in arrays)
+        return made if self.is_tuple else made[0]
+
+    def header(self) -> np.ndarray:
+        """The form as int64 (HEADER_WORDS,): whether it is a tuple, how many parts; of each its dtype and shape.
+
+        Raises ValueError for a form that has too many parts and axes.
+        """
+        words = [int(self.is_tuple), len(self.parts)]
+        for shape, dtype in self.parts:
+            words += [find(dtype).code, len(shape), *shape]
+        if len(words) > self.HEADER_WORDS:
+            raise ValueError(f"{len(self.parts)} tensors are too many to hand from one stage to the next")
+        return np.array(words + [0] * (self.HEADER_WORDS - len(words)), np.int64)
+
+    @classmethod
+    def from_header(cls, header: np.ndarray) -> Form:
+        """The inverse of `header`."""
+        is_tuple, count, *words = header.tolist()
+        parts = []
+        for _ in range(count):
+            code, ndim, *words = words
+            parts.append((tuple(words[:ndim]), DTYPES[code].numpy))
+            words = words[ndim:]
+        return cls(bool(is_tuple), tuple(parts))
