@@ -132,18 +132,21 @@ def reduce(
     (premul_sum scales it). `final`: the number of ranks, if the result holds all contributions (avg divides), else 0.
     The `lanes` that run this together share the work.
     """
-    start = 0
+    nbytes = count * itemsize()
+    done = 0
     if aligned(dsts, ndst) and aligned(srcs, nsrc):
-        tile = many() * lanes
         piece = few() * itemsize()
-        for t in range(count // tile):
-            at = t * tile * itemsize() + lane * piece
-            reduce_many(dsts, ndst, srcs, nsrc, at, lanes * piece, raw, final, scale)
-        start = count // tile * tile
-        groups = (count - start) // few()
-        for g in range(lane, groups, lanes):
-            reduce_few(dsts, ndst, srcs, nsrc, start * itemsize() + g * piece, 0, raw, final, scale)
-        start += groups * few()
-    for i in range(start + lane, count, lanes):
-        reduce_one(dsts, ndst, srcs, nsrc, i * itemsize(), 0, raw, final, scale)
+        tile = many() * itemsize() * lanes
+        while done + tile <= nbytes:
+            reduce_many(dsts, ndst, srcs, nsrc, done + lane * piece, lanes * piece, raw, final, scale)
+            done += tile
+        at = done + lane * piece
+        while at + piece <= nbytes:
+            reduce_few(dsts, ndst, srcs, nsrc, at, 0, raw, final, scale)
+            at += lanes * piece
+        done = nbytes // piece * piece
+    at = done + lane * itemsize()
+    while at < nbytes:
+        reduce_one(dsts, ndst, srcs, nsrc, at, 0, raw, final, scale)
+        at += lanes * itemsize()
     return 0

@@ -80,6 +80,13 @@ def part(length: int, start: int, step: int) -> int:
 
 
 @portable
+def counters_of(link: int, channel: int) -> int:
+    """The address of a channel's counters."""
+    size = load_word(link + 8 * LINK_SIZE)
+    return load_word(link + 8 * LINK_COUNTERS) + 8 * (COUNTERS + 2 * size) * channel
+
+
+@portable
 def locate(job: int, link: int, word: int, start: int, slot: int) -> int:
     """The address that an operand's word stands for, in the slice that starts at element `start`."""
     buffer = (word >> 56) & 3
@@ -94,31 +101,36 @@ def locate(job: int, link: int, word: int, start: int, slot: int) -> int:
 
 
 @portable
-def move(
-    job: int, link: int, code: int, start: int, slot: int, channel: int, channels: int, lane: int, lanes: int
-) -> int:
-    """Run the Move whose words begin at `code`, on this channel's part of the slice. Returns the words it takes."""
-    flags = load_word(code + 16)
-    nsrc = load_word(code + 24)
-    ndst = load_word(code + 32)
+def locate_all(job: int, at: int, slice: int, channel: int, offset: int, operands: int) -> None:
+    """Write the addresses of the operands of the Move at `at`, `offset` bytes further, to `operands`."""
+    link = load_word(job + 8 * JOB_LINK)
+    start = slice * load_word(job + 8 * JOB_STEP)
+    first = load_word(counters_of(link, channel) + 8 * COUNT_SLOT)
+    slot = (first + slice) % load_word(link + 8 * LINK_SLOTS)
+    for i in range(load_word(at + 24) + load_word(at + 32)):
+        store_word(operands + 8 * i, locate(job, link, load_word(at + 40 + 8 * i), start, slot) + offset)
+
+
+@portable
+def move(job: int, at: int, slice: int, channel: int, channels: int, lane: int, lanes: int) -> int:
+    """Run the Move whose words begin at `at`, on this channel's part of the slice. Returns the words it takes."""
+    flags = load_word(at + 16)
+    nsrc = load_word(at + 24)
+    ndst = load_word(at + 32)
     itemsize = load_word(job + 8 * JOB_ITEMSIZE)
-    length = load_word(load_word(job + 8 * JOB_LENGTHS) + 8 * load_word(code + 8))
-    count = part(length, start, load_word(job + 8 * JOB_STEP))
+    step = load_word(job + 8 * JOB_STEP)
+    length = load_word(load_word(job + 8 * JOB_LENGTHS) + 8 * load_word(at + 8))
     # Channels take equal shares, multiples of 16 elements so that wide loads stay aligned; the same share of every
     # chunk, long or short, so that none touches what belongs to another.
-    share = ((load_word(job + 8 * JOB_STEP) + channels - 1) // channels + 15) // 16 * 16
-    mine = part(count, channel * share, share)
+    share = ((step + channels - 1) // channels + 15) // 16 * 16
+    mine = part(part(length, slice * step, step), channel * share, share)
     if mine > 0:
-        srcs = load_word(job + 8 * JOB_OPERANDS) + 16 * channel * (load_word(link + 8 * LINK_SIZE) + 1)
+        size = load_word(load_word(job + 8 * JOB_LINK) + 8 * LINK_SIZE)
+        srcs = load_word(job + 8 * JOB_OPERANDS) + 16 * channel * (size + 1)
         dsts = srcs + 8 * nsrc
-        raw = 0
         sync()  # the last Move's operands and results are done with
-        for i in range(nsrc + ndst):
-            word = load_word(code + 40 + 8 * i)
-            if lane == 0:
-                store_word(srcs + 8 * i, locate(job, link, word, start, slot) + channel * share * itemsize)
-            if i < nsrc:
-                raw |= ((word >> 62) & 1) << i
+        if lane == 0:
+            locate_all(job, at, slice, channel, channel * share * itemsize, srcs)
         sync()
         if nsrc == 1 and flags == 0:
             src = load_word(srcs)
@@ -127,6 +139,9 @@ def move(
                 if dst != src:
                     copy_bytes(dst, src, mine * itemsize, lane, lanes)
         else:
+            raw = 0
+            for i in range(nsrc):
+                raw |= ((load_word(at + 40 + 8 * i) >> 62) & 1) << i
             final = load_word(job + 8 * JOB_RANKS) if flags & 1 else 0
             scale = load_word(job + 8 * JOB_SCALE)
             combine(load_word(job + 8 * JOB_COMBINE), dsts, ndst, srcs, nsrc, mine, raw, final, scale, lane, lanes)
@@ -134,8 +149,10 @@ def move(
 
 
 @portable
-def enter(job: int, link: int, place: int, call: int, channel: int) -> int:
+def enter(job: int, place: int, channel: int) -> int:
     """Publish this call's descriptor, wait for everybody's, compare. Returns DONE, BLOCKED or DIFFERENT."""
+    link = load_word(job + 8 * JOB_LINK)
+    call = load_word(counters_of(link, channel) + 8 * COUNT_CALLS) + 1
     page = (channel * PAGES + call % PAGES) * PAGE_BYTES
     boards = load_word(link + 8 * LINK_BOARDS)
     if load_word(place + 8 * PLACE_ENTERED) == 0:
@@ -161,12 +178,13 @@ def enter(job: int, link: int, place: int, call: int, channel: int) -> int:
 
 
 @portable
-def wait(job: int, link: int, place: int, at: int, slice: int, counters: int, channel: int) -> int:
+def wait(job: int, place: int, at: int, slice: int, channel: int) -> int:
     """The Wait whose words begin at `at`. Returns DONE or BLOCKED."""
+    link = load_word(job + 8 * JOB_LINK)
     peer = load_word(at + 8)
     # A lag that reaches back before this call counts on the signals of the calls before it.
     turns = (slice - load_word(at + 24)) * load_word(load_word(job + 8 * JOB_SIGNALS_IN) + 8 * peer)
-    target = load_word(counters + 8 * (COUNTERS + peer)) + turns + load_word(at + 16)
+    target = load_word(counters_of(link, channel) + 8 * (COUNTERS + peer)) + turns + load_word(at + 16)
     flag = load_word(load_word(link + 8 * LINK_FLAGS_IN) + 8 * peer) + channel * load_word(link + 8 * LINK_FLAGS_STRIDE)
     store_word(place + 8 * PLACE_PEER, peer)
     if await_flag(flag, target, load_word(link + 8 * LINK_SPINS), load_word(link + 8 * LINK_YIELDS)):
@@ -175,10 +193,11 @@ def wait(job: int, link: int, place: int, at: int, slice: int, counters: int, ch
 
 
 @portable
-def signal(link: int, at: int, counters: int, channel: int) -> None:
+def signal(job: int, at: int, channel: int) -> None:
     """The Signal whose words begin at `at`."""
+    link = load_word(job + 8 * JOB_LINK)
     peer = load_word(at + 8)
-    sent = counters + 8 * (COUNTERS + load_word(link + 8 * LINK_SIZE) + peer)
+    sent = counters_of(link, channel) + 8 * (COUNTERS + load_word(link + 8 * LINK_SIZE) + peer)
     count = load_word(sent) + 1
     store_word(sent, count)
     flag = load_word(load_word(link + 8 * LINK_FLAGS_OUT) + 8 * peer)
@@ -186,33 +205,46 @@ def signal(link: int, at: int, counters: int, channel: int) -> None:
 
 
 @portable
+def leave(job: int, place: int, channel: int) -> None:
+    """The end of a call: count what it has received and used, and be ready to run the job again."""
+    link = load_word(job + 8 * JOB_LINK)
+    counters = counters_of(link, channel)
+    slices = load_word(job + 8 * JOB_SLICES)
+    for peer in range(load_word(link + 8 * LINK_SIZE)):
+        received = counters + 8 * (COUNTERS + peer)
+        turns = slices * load_word(load_word(job + 8 * JOB_SIGNALS_IN) + 8 * peer)
+        store_word(received, load_word(received) + turns)
+    calls = load_word(counters + 8 * COUNT_CALLS) + 1
+    store_word(counters + 8 * COUNT_CALLS, calls)
+    first = load_word(counters + 8 * COUNT_SLOT)
+    store_word(counters + 8 * COUNT_SLOT, (first + slices) % load_word(link + 8 * LINK_SLOTS))
+    store_word(place + 8 * PLACE_PC, 0)
+    store_word(place + 8 * PLACE_SLICE, 0)
+    store_word(place + 8 * PLACE_ENTERED, 0)
+    if channel == 0:
+        store_word(load_word(link + 8 * LINK_FINISHED), calls)
+
+
+@portable
 def execute(job: int, channel: int, channels: int, lane: int, lanes: int) -> int:
     """Run the job's program, or go on with it. Returns DONE, BLOCKED (call again) or DIFFERENT (see `enter`).
 
     Every lane of every channel calls this with the same job. Channels are copies of the program on separate parts of
-    the data, each with its own place, flags and counters; lanes share one channel's work.
+    the data, each with its own place, flags and counters; lanes share one channel's work. What they need again they
+    read again: a GPU's lanes are short of registers.
     """
-    link = load_word(job + 8 * JOB_LINK)
-    size = load_word(link + 8 * LINK_SIZE)
     place = job + 8 * (JOB_PLACE + PLACE_WORDS * channel)
-    counters = load_word(link + 8 * LINK_COUNTERS) + 8 * (COUNTERS + 2 * size) * channel
-    calls = load_word(counters + 8 * COUNT_CALLS)
-    first = load_word(counters + 8 * COUNT_SLOT)
-    slots = load_word(link + 8 * LINK_SLOTS)
-    slices = load_word(job + 8 * JOB_SLICES)
-    step = load_word(job + 8 * JOB_STEP)
-    code = load_word(job + 8 * JOB_CODE)
     pc = load_word(place + 8 * PLACE_PC)
     slice = load_word(place + 8 * PLACE_SLICE)
-    while slice < slices:
-        at = code + 8 * pc
+    while slice < load_word(job + 8 * JOB_SLICES):
+        at = load_word(job + 8 * JOB_CODE) + 8 * pc
         opcode = load_word(at)
         if opcode == MOVE:
-            pc += move(job, link, at, slice * step, (first + slice) % slots, channel, channels, lane, lanes)
+            pc += move(job, at, slice, channel, channels, lane, lanes)
         elif opcode == SIGNAL:
             sync()
             if lane == 0:
-                signal(link, at, counters, channel)
+                signal(job, at, channel)
             pc += 2
         elif opcode == END:
             pc = 0
@@ -221,9 +253,9 @@ def execute(job: int, channel: int, channels: int, lane: int, lanes: int) -> int
             if lane == 0:
                 status = DONE
                 if opcode == WAIT:
-                    status = wait(job, link, place, at, slice, counters, channel)
+                    status = wait(job, place, at, slice, channel)
                 elif slice == 0 and load_word(place + 8 * PLACE_ENTERED) < 2:
-                    status = enter(job, link, place, calls + 1, channel)
+                    status = enter(job, place, channel)
                 store_word(place + 8 * PLACE_PC, pc)
                 store_word(place + 8 * PLACE_SLICE, slice)
                 store_word(place + 8 * PLACE_STATUS, status)
@@ -235,17 +267,7 @@ def execute(job: int, channel: int, channels: int, lane: int, lanes: int) -> int
             pc += 4 if opcode == WAIT else 1
     sync()
     if lane == 0:
-        for peer in range(size):
-            received = counters + 8 * (COUNTERS + peer)
-            turns = slices * load_word(load_word(job + 8 * JOB_SIGNALS_IN) + 8 * peer)
-            store_word(received, load_word(received) + turns)
-        store_word(counters + 8 * COUNT_CALLS, calls + 1)
-        store_word(counters + 8 * COUNT_SLOT, (first + slices) % slots)
-        store_word(place + 8 * PLACE_PC, 0)
-        store_word(place + 8 * PLACE_SLICE, 0)
-        store_word(place + 8 * PLACE_ENTERED, 0)
-        if channel == 0:
-            store_word(load_word(link + 8 * LINK_FINISHED), calls + 1)
+        leave(job, place, channel)
     return DONE
 
 

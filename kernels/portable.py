@@ -31,12 +31,18 @@ def primitive(function: Function) -> Function:
     return function
 
 
-def bind(function: Callable[..., Any], bodies: Mapping[str, Any], jit: Callable[[FunctionType], Any]) -> Any:
+def bind(
+    function: Callable[..., Any],
+    bodies: Mapping[str, Any],
+    jit: Callable[[FunctionType], Any],
+    done: dict[FunctionType, Any] | None = None,
+) -> Any:
     """`function` for one target: primitives replaced by `bodies`, everything compiled by `jit`.
 
-    Raises LookupError for a primitive that the target gives no body for.
+    `done`: copies made before with the same bodies; they are used again, and new ones are added. Raises LookupError for
+    a primitive that the target gives no body for.
     """
-    done: dict[FunctionType, Any] = {}
+    done = {} if done is None else done
 
     def copy(source: FunctionType) -> Any:
         if source not in done:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -277,10 +278,11 @@ def compile_function(name: str) -> bytes:
     """
     if name.startswith("reduce-"):
         _, dtype, operation = name.split("-")
-        source, bodies = elementwise.reduce, _reduction(find(dtype), operation)
+        source = elementwise.reduce
+        inner = bind(source, _reduction(find(dtype), operation), _jit)
     else:
-        source, bodies = getattr(executor if name == "execute" else progress, name), PRIMITIVES
-    inner = bind(source, bodies, _jit)
+        source = getattr(executor if name == "execute" else progress, name)
+        inner = bind(source, PRIMITIVES, _jit, _bound)
     arguments = source.__code__.co_argcount
     signature = types.int64(*[types.int64] * arguments)
     inner.compile(signature)
@@ -297,6 +299,7 @@ def compile_function(name: str) -> bytes:
     return result.library.codegen._tm.emit_object(module)
 
 
+_bound: dict[FunctionType, Any] = {}  # what functions share is compiled once
 _COMPLAINT = "number of integer arguments expected: "
 # What compiled kernels may call: libc and CPython's stable interface, nothing that only Numba provides.
 _KNOWN = {"memcpy", "syscall", "sched_yield", "PyLong_AsLongLong", "PyLong_FromLongLong", "PyErr_Occurred"}

@@ -6,6 +6,7 @@ rightly: that is proven from the program. One block runs after another, so chann
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,8 @@ from kernels.targets import python
 
 if not config.ENABLE_CUDASIM:
     raise ImportError("Numba simulates CUDA only if NUMBA_ENABLE_CUDASIM=1 was set before it was imported")
+
+sys.setswitchinterval(1e-4)  # seconds; a block's threads hand the interpreter to each other all the time
 
 
 def sync() -> None:

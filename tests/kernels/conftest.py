@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).parent))  # for `import handmade`
 
 COMPILE_BACKWARDS = """
 import sys
+print("started", flush=True)
 from kernels import native
 for name in reversed(sys.argv[1:]):
     native.load(name)
@@ -24,7 +25,8 @@ def second_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     names = list(dict.fromkeys(names))
     process = None
     if len(names) > 4:
-        process = subprocess.Popen([sys.executable, "-c", COMPILE_BACKWARDS, *names])
+        process = subprocess.Popen([sys.executable, "-c", COMPILE_BACKWARDS, *names], stdout=subprocess.PIPE)
+        process.stdout.readline()
     yield
     if process is not None:
         process.terminate()

@@ -138,7 +138,7 @@ class World:
     ) -> Job:
         """One call of `rank`. `bodies` are the instruction lists of all ranks; `starts` serve INPUT and OUTPUT.
 
-        It lives as long as the world, since the executor knows only its address.
+        It lives as long as the world, and needs the world: the executor knows nothing but addresses.
         """
         longest = max(lengths)
         step = step or max(longest, 1)

@@ -1,0 +1,332 @@
+"""CUDA: bodies for the primitives, and compiling to PTX and to machine code. None of it needs a GPU or a driver.
+
+A block of threads runs one channel, its threads are the lanes (`kernels.executor.run_channel`). Lanes move 16 bytes
+at a time where all addresses allow it; elements must be aligned to their own size. Additions and multiplications stay
+apart (no fused multiply-add), so that the results are the CPU's, bit for bit, but for which NaN a NaN is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+from llvmlite import ir
+from numba import cuda, types
+from numba.cuda import cgutils
+from numba.cuda.compiler import compile_cuda, kernel_fixup
+from numba.cuda.cudadrv import nvvm
+from numba.cuda.datamodel import models
+from numba.cuda.dispatcher import CUDADispatcher
+from numba.cuda.extending import intrinsic, register_model
+
+from kernels import elementwise, executor
+from kernels.dtypes import DType, find
+from kernels.portable import bind
+from kernels.targets.vector import Group
+
+MOST_LANES = 512  # threads of a block, at most
+_VECTOR = 16  # bytes that a lane loads or stores at once
+_NAP_NS = 500
+
+_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_OPTIONS = {"opt": 3, "fma": False}
+
+
+def _lower(function: Any, returns: Any, arguments: Any, forceinline: bool = False) -> Any:
+    """A Python function as LLVM code, which is the same for every architecture: NVVM then compiles it for one."""
+    return compile_cuda(function, returns, arguments, cc=(8, 0), forceinline=forceinline)
+
+
+class _DeviceFunction(CUDADispatcher):
+    """A device function that is lowered without asking which device there is."""
+
+    def compile_device(self, args: Any, return_type: Any = None) -> Any:
+        if args not in self.overloads:
+            result = _lower(self.py_func, return_type, args, forceinline=True)
+            result.target_context.insert_user_function(result.entry_point, result.fndesc, [result.library])
+            self.overloads[args] = result
+        return self.overloads[args]
+
+
+def _jit(function: Any) -> Any:
+    return _DeviceFunction(function, {"device": True})
+
+
+def _assembly(b: ir.IRBuilder, text: str, constraints: str, returns: ir.Type, *arguments: ir.Value) -> ir.Value:
+    """PTX that is kept where it stands: no load or store moves across it."""
+    type_ = ir.FunctionType(returns, [argument.type for argument in arguments])
+    return b.asm(type_, text, constraints + ",~{memory}", arguments, side_effect=True)
+
+
+@intrinsic
+def load_word(typing, address):  # type: ignore[no-untyped-def]
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        return b.load(b.inttoptr(args[0], _I64.as_pointer()))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def store_word(typing, address, value):  # type: ignore[no-untyped-def]
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        b.store(args[1], b.inttoptr(args[0], _I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_acquire(typing, flag):  # type: ignore[no-untyped-def]
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        return b.zext(_assembly(b, "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", _I32, args[0]), _I64)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def raise_flag(typing, flag, value):  # type: ignore[no-untyped-def]
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        value = b.trunc(args[1], _I32)
+        _assembly(b, "st.release.sys.global.u32 [$0], $1;", "l,r", ir.VoidType(), args[0], value)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), codegen
+
+
+@intrinsic
+def nap(typing):  # type: ignore[no-untyped-def]
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        _assembly(b, "nanosleep.u32 $0;", "r", ir.VoidType(), ir.Constant(_I32, _NAP_NS))
+        return context.get_dummy_value()
+
+    return types.none(), codegen
+
+
+@_jit
+def doze(round, flag, seen, spins, yields):  # type: ignore[no-untyped-def]
+    # Nobody can wake a thread here: `yields` counts the naps after which it gives up.
+    if round >= spins:
+        nap()
+    return round < spins + yields
+
+
+@_jit
+def sync():  # type: ignore[no-untyped-def]
+    cuda.syncthreads()
+
+
+class _Vector(types.Type):
+    """A group of elements in registers."""
+
+    def __init__(self, llvm_type: ir.Type) -> None:
+        self.llvm_type = llvm_type
+        super().__init__(name=f"vector {llvm_type}")
+
+
+@register_model(_Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: _Vector) -> None:
+        super().__init__(dmm, fe_type, fe_type.llvm_type)
+
+
+@dataclass(frozen=True)
+class _Group(Group):
+    """A group whose pieces of 16 bytes are read and written by one instruction each: NVVM would split some of them."""
+
+    def read(self, b: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        if self.align != _VECTOR:
+            return super().read(b, address)
+        quad = ir.LiteralStructType([_I32] * 4)
+        words = _assembly(b, "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", quad, address)
+        return self._from_words(b, [b.extract_value(words, i) for i in range(4)])
+
+    def write(self, b: ir.IRBuilder, address: ir.Value, words: ir.Value) -> None:
+        if self.align != _VECTOR:
+            return super().write(b, address, words)
+        quad = self._to_words(b, words)
+        _assembly(b, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", ir.VoidType(), address, *quad)
+
+    def _from_words(self, b: ir.IRBuilder, words: list[ir.Value]) -> ir.Value:
+        vector = ir.Constant(ir.VectorType(_I32, 4), ir.Undefined)
+        for i, word in enumerate(words):
+            vector = b.insert_element(vector, word, ir.Constant(_I32, i))
+        return b.bitcast(vector, self.stored)
+
+    def _to_words(self, b: ir.IRBuilder, group: ir.Value) -> list[ir.Value]:
+        vector = b.bitcast(group, ir.VectorType(_I32, 4))
+        return [b.extract_element(vector, ir.Constant(_I32, i)) for i in range(4)]
+
+
+def _group_bodies(group: Group) -> dict[str, Any]:
+    """The primitives of `elementwise.reduce_group` for one kind of group."""
+    vector = _Vector(group.type)
+
+    @intrinsic
+    def load(typing, address, stride):  # type: ignore[no-untyped-def]
+        return vector(types.int64, types.int64), lambda context, b, signature, args: group.load(b, *args)
+
+    @intrinsic
+    def store(typing, address, value, stride):  # type: ignore[no-untyped-def]
+        def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+            group.store(b, *args)
+            return context.get_dummy_value()
+
+        return types.none(types.int64, vector, types.int64), codegen
+
+    @intrinsic
+    def apply(typing, left, right):  # type: ignore[no-untyped-def]
+        return vector(vector, vector), lambda context, b, signature, args: group.apply(b, *args)
+
+    @intrinsic
+    def premultiply(typing, value, scale):  # type: ignore[no-untyped-def]
+        return vector(vector, types.int64), lambda context, b, signature, args: group.premultiply(b, *args)
+
+    @intrinsic
+    def finish(typing, value, ranks):  # type: ignore[no-untyped-def]
+        return vector(vector, types.int64), lambda context, b, signature, args: group.finish(b, *args)
+
+    return {"load": load, "store": store, "apply": apply, "premultiply": premultiply, "finish": finish}
+
+
+def _constant(value: int) -> Any:
+    @_jit
+    def constant():  # type: ignore[no-untyped-def]
+        return value
+
+    return constant
+
+
+def _reduction(dtype: DType, operation: str) -> Any:
+    """`elementwise.reduce` for one dtype and operation. A piece is what a lane loads at once; many are up to four."""
+    few = max(1, _VECTOR // dtype.itemsize)
+    pieces = max(1, min(2, 16 // few))
+    widths = {"reduce_many": (few * pieces, pieces), "reduce_few": (few, 1), "reduce_one": (1, 1)}
+    bodies: dict[str, Any] = {
+        "load_word": load_word,
+        "itemsize": _constant(dtype.itemsize),
+        "alignment": _constant(_VECTOR),
+        "many": _constant(few * pieces),
+        "few": _constant(few),
+    }
+    for name, (width, count) in widths.items():
+        align = Group(dtype, operation, 1, 1).bytes if name == "reduce_one" else _VECTOR
+        group = _group_bodies(_Group(dtype, operation, width, align, count))
+        bodies[name] = bind(elementwise.reduce_group, {**group, "load_word": load_word}, _jit)
+    return bind(elementwise.reduce, bodies, _jit)
+
+
+_byte = _group_bodies(_Group(find("uint8"), "sum", 1, 1))
+_word = _group_bodies(_Group(find("uint32"), "sum", 1, 4))
+_one = _group_bodies(_Group(find("uint32"), "sum", 4, _VECTOR))
+_four = _group_bodies(_Group(find("uint32"), "sum", 16, _VECTOR, pieces=4))
+_load_byte, _store_byte = _byte["load"], _byte["store"]
+_load_word, _store_word = _word["load"], _word["store"]
+_load_one, _store_one = _one["load"], _one["store"]
+_load_four, _store_four = _four["load"], _four["store"]
+
+
+@_jit
+def copy_bytes(dst, src, nbytes, lane, lanes):  # type: ignore[no-untyped-def]
+    done = 0
+    if (dst | src) & 15 == 0:
+        tile = 64 * lanes
+        while done + tile <= nbytes:
+            at = done + 16 * lane
+            _store_four(dst + at, _load_four(src + at, 16 * lanes), 16 * lanes)
+            done += tile
+        at = done + 16 * lane
+        while at + 16 <= nbytes:
+            _store_one(dst + at, _load_one(src + at, 0), 0)
+            at += 16 * lanes
+        done = nbytes // 16 * 16
+    elif (dst | src) & 3 == 0:
+        at = 4 * lane
+        while at + 4 <= nbytes:
+            _store_word(dst + at, _load_word(src + at, 0), 0)
+            at += 4 * lanes
+        done = nbytes // 4 * 4
+    at = done + lane
+    while at < nbytes:
+        _store_byte(dst + at, _load_byte(src + at, 0), 0)
+        at += lanes
+
+
+@intrinsic
+def combine(typing, function, dsts, ndst, srcs, nsrc, count, raw, final, scale, lane, lanes):  # type: ignore[no-untyped-def]
+    """A call, in Numba's own convention, of a function that is linked in later: the reduction for one dtype."""
+
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        type_ = ir.FunctionType(_I32, [_I64.as_pointer()] + [_I64] * 10)
+        b.call(cgutils.get_or_insert_function(b.module, type_, "combine"), [cgutils.alloca_once(b, _I64), *args[1:]])
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 11), codegen
+
+
+PRIMITIVES = {
+    "load_word": load_word,
+    "store_word": store_word,
+    "load_acquire": load_acquire,
+    "raise_flag": raise_flag,
+    "doze": doze,
+    "sync": sync,
+    "copy_bytes": copy_bytes,
+    "combine": combine,
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel: its PTX, and the compute capability it is for."""
+
+    ptx: str
+    architecture: tuple[int, int]
+    name: str = "execute"
+
+    @cached_property
+    def cubin(self) -> bytes:
+        """Machine code, ready to load."""
+        from cuda.core import Program, ProgramOptions
+
+        options = ProgramOptions(arch="sm_{}{}".format(*self.architecture))
+        return bytes(Program(self.ptx, "ptx", options).compile("cubin").code)
+
+
+@cache
+def compile_kernel(dtype: str, operation: str, architecture: tuple[int, int]) -> Kernel:
+    """The kernel that runs jobs whose reductions are of one dtype and operation, for one compute capability.
+
+    Its argument is the job's address; its grid: channels; its block: up to `MOST_LANES` lanes. See
+    `kernels.executor.run_channel`.
+    """
+    modules = _executor() + _combine(dtype, operation)
+    ptx = nvvm.compile_ir(modules, arch="compute_{}{}".format(*architecture), **_OPTIONS)
+    return Kernel(ptx.decode().strip("\0\n"), architecture)
+
+
+@cache
+def _executor() -> list[str]:
+    """LLVM modules of the kernel, but for the reduction."""
+    run = bind(executor.run_channel, PRIMITIVES, _jit)
+    integer = types.int64
+
+    def block(job):  # type: ignore[no-untyped-def]
+        channel, channels = integer(cuda.blockIdx.x), integer(cuda.gridDim.x)
+        run(job, channel, channels, integer(cuda.threadIdx.x), integer(cuda.blockDim.x))
+
+    result = _lower(block, types.void, (integer,))
+    entry = result.library.get_function(result.fndesc.llvm_func_name)
+    kernel_fixup(entry, debug=False)
+    nvvm.set_launch_bounds(entry, (MOST_LANES, 1))
+    return [module.replace(entry.name, "execute") for module in result.library.llvm_strs]
+
+
+@cache
+def _combine(dtype: str, operation: str) -> list[str]:
+    """LLVM modules of the reduction for one dtype and operation."""
+    reduce = _reduction(find(dtype), operation)
+    result = reduce.compile_device((types.int64,) * reduce.py_func.__code__.co_argcount)
+    modules = [module.replace(result.fndesc.llvm_func_name, "combine") for module in result.library.llvm_strs]
+    # Once inlined it is not needed by itself.
+    return [module.replace('define i32 @"combine"', 'define linkonce_odr i32 @"combine"') for module in modules]
