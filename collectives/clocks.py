@@ -42,6 +42,11 @@ class Clocks:
         self._turns_before = np.concatenate(
             [np.searchsorted(turns, np.arange(n + 1)) for turns, n in zip(self._turns, self._lengths, strict=True)]
         )
+        self._signal_steps: dict[tuple[int, int], list[int]] = defaultdict(list)  # by (from, to)
+        for rank, body in enumerate(program.bodies):
+            for step, instruction in enumerate(body):
+                if isinstance(instruction, Signal):
+                    self._signal_steps[rank, instruction.peer].append(step)
         self._play()
 
     def know(
@@ -61,13 +66,13 @@ class Clocks:
 
     def _play(self) -> None:
         """Let each rank go on as far as it can, in turn, until all are through or none can."""
-        bodies, ranks = self.program.bodies, range(self.program.size)
-        lengths, first_row = self._lengths.tolist(), self._first_row.tolist()
-        signal_steps: dict[tuple[int, int], list[int]] = defaultdict(list)  # by (from, to)
-        for rank in ranks:
-            for step, instruction in enumerate(bodies[rank]):
-                if isinstance(instruction, Signal):
-                    signal_steps[rank, instruction.peer].append(step)
+        rows, ranks = self._rows, range(self.program.size)
+        lengths, first_row, turns_a_slice = (
+            self._lengths.tolist(),
+            self._first_row.tolist(),
+            self._turns_a_slice.tolist(),
+        )
+        what = [self._what_turns_wait_for(rank) for rank in ranks]
         entered = [turns[0] for turns in self._turns]  # all enter before any can wait
         self.order += ((rank, 0, entered[rank]) for rank in ranks)
         done = list(entered)  # each rank's time, at the turn it has come to
@@ -76,34 +81,46 @@ class Clocks:
         while going:
             going = False
             for rank in ranks:
-                turns, length = self._turns[rank], lengths[rank]
+                turns = self._turns[rank]
                 while taken[rank] < len(turns) * self.slices:
                     slice_, turn = divmod(taken[rank], len(turns))
-                    instruction = bodies[rank][turns[turn]]
                     row = first_row[rank] + taken[rank] + 1
-                    clock = self._rows[row]
-                    if isinstance(instruction, Wait) and slice_ >= instruction.lag:
-                        peer, its_slice = instruction.peer, slice_ - instruction.lag
-                        its_step = signal_steps[peer, rank][instruction.signal - 1]
-                        time = its_slice * lengths[peer] + its_step + 1
+                    peer, lag, time, its_row = what[rank][turn]
+                    if peer is None or slice_ < lag:
+                        rows[row] = entered if taken[rank] == 0 else rows[row - 1]
+                    else:
+                        time += (slice_ - lag) * lengths[peer]
                         if done[peer] < time:
                             break
-                        np.maximum(self._rows[row - 1], self._rows[self._row(peer, its_slice, its_step)], out=clock)
+                        clock = rows[row]
+                        np.maximum(rows[row - 1], rows[its_row + (slice_ - lag) * turns_a_slice[peer]], out=clock)
                         if clock[peer] < time:
                             clock[peer] = time
-                    elif isinstance(instruction, Enter) and slice_ == 0:
-                        clock[:] = entered
-                    else:
-                        clock[:] = self._rows[row - 1]
                     going = True
                     taken[rank] += 1
-                    stop = turns[turn + 1] if turn + 1 < len(turns) else length
+                    start = turns[turn] + 1
+                    stop = turns[turn + 1] if turn + 1 < len(turns) else lengths[rank]
                     if slice_ == 0:
-                        self.order.append((rank, turns[turn] + 1, stop))
-                    done[rank] = (
-                        slice_ * length + stop + (turns[0] if stop == length and slice_ + 1 < self.slices else 0)
-                    )
+                        self.order.append((rank, start, stop))
+                    done[rank] = slice_ * lengths[rank] + stop
+                    if turn + 1 == len(turns) and slice_ + 1 < self.slices:
+                        done[rank] += turns[0]
         self._check_progress(taken)
+
+    def _what_turns_wait_for(self, rank: int) -> list[tuple[int | None, int, int, int]]:
+        """For each of a rank's turns: whom it waits for (nobody when it enters), the lag, and at which time and with
+        which clock the signal is given, in slice 0.
+        """
+        found: list[tuple[int | None, int, int, int]] = []
+        for turn in self._turns[rank]:
+            instruction = self.program.bodies[rank][turn]
+            if isinstance(instruction, Wait):
+                peer, signal, lag = instruction
+                step = self._signal_steps[peer, rank][signal - 1]
+                found.append((peer, lag, step + 1, int(self._row(peer, 0, step))))
+            else:
+                found.append((None, 0, 0, 0))
+        return found
 
     def _check_progress(self, taken: list[int]) -> None:
         stuck: dict[int, tuple[int, int]] = {}  # rank -> (step, the peer it waits for)
