@@ -1,5 +1,7 @@
 """The compiled kernels against the array-API ones: the same functions, the same results, for every shape and layout."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -113,15 +115,64 @@ def test_channels(shape, dtype):
             close(one, other, dtype)
 
 
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1),
+    "strided": lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("layouts", [("contiguous", "contiguous"), ("channels last", "contiguous"), ("strided",) * 2])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5, 4), (1, 1), (0, 4), (3, 1, 4, 1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_rest(dtype):
+def test_elementwise(dtype, shape, layouts):
     rng = np.random.default_rng(0)
-    x, g = (rng.standard_normal((3, 4)).astype(dtype) for _ in range(2))
-    close(cpu.relu(x), portable.relu(x), dtype)
-    close(cpu.relu_gradient(g, cpu.relu(x)), portable.relu_gradient(g, cpu.relu(x)), dtype)
-    indices = np.array([4, 0, 4])
-    labels, scale = np.array([[3], [0], [3]]), rng.standard_normal((3, 1)).astype(dtype)
-    close(cpu.softmax_minus_one_hot(x, labels, scale), portable.softmax_minus_one_hot(x, labels, scale), dtype)
+    g, x = (LAYOUTS[layout](rng.standard_normal(shape).astype(dtype) * 3) for layout in layouts)
+    kept = LAYOUTS[layouts[0]](rng.integers(0, 2, shape).astype(bool))
+    for name, args in [
+        ("relu", (x,)),
+        ("relu_gradient", (g, x)),
+        ("gelu", (x,)),
+        ("gelu_gradient", (g, x)),
+        ("keep", (x, kept, 1 / 0.7)),
+    ]:
+        close(getattr(cpu, name)(*args), getattr(portable, name)(*args), dtype)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 5), (1, 1), (7, 65)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax(dtype, shape, axis):
+    rng = np.random.default_rng(0)
+    g, x = (rng.standard_normal(shape).astype(dtype) * 5 for _ in range(2))
+    for name in ("softmax", "log_softmax"):
+        y = getattr(portable, name)(x, axis)
+        close(getattr(cpu, name)(x, axis), y, dtype)
+        gradient = f"{name}_gradient"
+        close(getattr(cpu, gradient)(g, y, axis), getattr(portable, gradient)(g, y, axis), dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 1), (0, 4), (50, 33)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows(dtype, shape):
+    rng = np.random.default_rng(0)
+    g, x = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    weight, bias = rng.standard_normal((2, shape[1])).astype(dtype)
+    results = portable.layer_norm(x, weight, bias, 1e-5)
+    for actual, expected in zip(cpu.layer_norm(x, weight, bias, 1e-5), results):
+        close(actual, expected, dtype)
+    args = (g, x, weight, *results[1:])
+    for actual, expected in zip(cpu.layer_norm_gradient(*args), portable.layer_norm_gradient(*args)):
+        close(actual, expected, dtype)
+
+    labels, scale = rng.integers(0, shape[1], shape[0]), rng.standard_normal(shape[0]).astype(dtype)
+    losses, log_sums = portable.cross_entropy(x, labels)
+    for actual, expected in zip(cpu.cross_entropy(x, labels), (losses, log_sums)):
+        close(actual, expected, dtype)
+    args = (x, labels, log_sums, scale)
+    close(cpu.cross_entropy_gradient(*args), portable.cross_entropy_gradient(*args), dtype)
+
+    indices = rng.integers(0, 6, shape[0])
     close(cpu.add_rows(indices, g, 6), portable.add_rows(indices, g, 6), dtype)
 
 
@@ -140,6 +191,41 @@ def test_results_have_channels_last_in_memory():
     assert cpu.layout.channels_last(y).base is y.base
     for z in (cpu.relu(y), cpu.max_pool2d(y, (2, 2), (2, 2), (0, 0))[0]):
         assert np.moveaxis(z, 1, -1).flags.c_contiguous
+
+
+@pytest.fixture
+def three_threads(monkeypatch):
+    """However few elements there are, and whatever the machine."""
+    monkeypatch.setattr(cpu.threads, "limit", lambda: 3)
+    monkeypatch.setattr(cpu.threads, "_LEAST", 1)
+
+
+def test_loops_are_shared_in_order(three_threads):
+    seen = []
+    for count in (0, 1, 2, 3, 7, 100):
+        parts = cpu.threads.share(lambda part: (part, threading.get_ident()), count, count)
+        assert [i for part, _ in parts for i in range(count)[part]] == list(range(count))
+        assert len(parts) == max(1, min(count, 3))
+        seen.append({thread for _, thread in parts})
+    assert len(seen[-1]) > 1
+
+
+def test_what_one_thread_raises_is_raised(three_threads):
+    def work(part):
+        if part.start:
+            raise ValueError(part)
+
+    with pytest.raises(ValueError, match="slice"):
+        cpu.threads.share(work, 10, 10)
+
+
+def test_several_threads_compute_the_same(three_threads):
+    test_convolution_in_several_blocks(np.float32)
+    for shape in [(5, 3), (4, 3, 2, 5), (1000, 7)]:
+        test_channels(shape, np.float32)
+        test_elementwise(np.float32, shape, ("channels last", "contiguous"))
+    test_rows(np.float32, (50, 33))
+    test_softmax(np.float32, (7, 65), 1)
 
 
 def test_the_same_bits_every_time():

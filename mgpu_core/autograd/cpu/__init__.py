@@ -8,7 +8,17 @@ An input laid out otherwise is copied once.
 Everything runs in a fixed order: the same input gives the same bits.
 """
 
-from mgpu_core.autograd.cpu.activation import relu, relu_gradient
+from mgpu_core.autograd.cpu.activation import (
+    gelu,
+    gelu_gradient,
+    keep,
+    log_softmax,
+    log_softmax_gradient,
+    relu,
+    relu_gradient,
+    softmax,
+    softmax_gradient,
+)
 from mgpu_core.autograd.cpu.channels import (
     channel_moments,
     channel_products,
@@ -19,7 +29,13 @@ from mgpu_core.autograd.cpu.channels import (
 from mgpu_core.autograd.cpu.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from mgpu_core.autograd.cpu.optimizer import adamw, sgd
 from mgpu_core.autograd.cpu.pooling import avg_pool2d, avg_pool2d_gradient, max_pool2d, max_pool2d_gradient
-from mgpu_core.autograd.cpu.rows import add_rows, softmax_minus_one_hot
+from mgpu_core.autograd.cpu.rows import (
+    add_rows,
+    cross_entropy,
+    cross_entropy_gradient,
+    layer_norm,
+    layer_norm_gradient,
+)
 
 __all__ = [
     "adamw",
@@ -33,11 +49,21 @@ __all__ = [
     "conv2d",
     "conv2d_input_gradient",
     "conv2d_weight_gradient",
+    "cross_entropy",
+    "cross_entropy_gradient",
+    "gelu",
+    "gelu_gradient",
+    "keep",
+    "layer_norm",
+    "layer_norm_gradient",
+    "log_softmax",
+    "log_softmax_gradient",
     "max_pool2d",
     "max_pool2d_gradient",
     "normalize_channels",
     "relu",
     "relu_gradient",
     "sgd",
-    "softmax_minus_one_hot",
+    "softmax",
+    "softmax_gradient",
 ]

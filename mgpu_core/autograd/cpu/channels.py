@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mgpu_core.autograd.cpu.compile import jit
 from mgpu_core.autograd.cpu.layout import Array, as_rows, like_rows
+from mgpu_core.autograd.cpu.threads import share
 
 
 def channel_sums(g: Array) -> Array:
-    total = np.zeros(g.shape[1])
-    _sum_rows(as_rows(g), total)
-    return total
+    return _sums(lambda rows, sums: _sum_rows(rows, sums[0]), 1, g)[0]
 
 
 def channel_moments(x: Array, center: Array) -> tuple[Array, Array]:
-    first, second = np.zeros_like(center), np.zeros_like(center)
-    _moments(as_rows(x), center, first, second)
+    first, second = _sums(lambda rows, sums: _moments(rows, center, sums[0], sums[1]), 2, x)
     return first, second
 
 
 def channel_products(g: Array, x: Array, center: Array) -> tuple[Array, Array]:
-    total, product = np.zeros_like(center), np.zeros_like(center)
-    _products(as_rows(g), as_rows(x), center, total, product)
+    total, product = _sums(lambda g, x, sums: _products(g, x, center, sums[0], sums[1]), 2, g, x)
     return total, product
 
 
 def normalize_channels(x: Array, center: Array, scale: Array, shift: Array) -> Array:
     rows = as_rows(x)
     out = np.empty_like(rows)
-    _normalize(rows, *(value.astype(x.dtype) for value in (center, scale, shift)), out)
+    values = [value.astype(x.dtype) for value in (center, scale, shift)]
+    share(lambda part: _normalize(rows[part], *values, out[part]), len(rows), rows.size)
     return like_rows(out, x)
 
 
 def combine_channels(g: Array, x: Array, center: Array, a: Array, b: Array, c: Array) -> Array:
-    rows = as_rows(g)
-    out = np.empty_like(rows)
-    _combine(rows, as_rows(x), *(value.astype(g.dtype) for value in (center, a, b, c)), out)
+    g_rows, x_rows = as_rows(g), as_rows(x)
+    out = np.empty_like(g_rows)
+    values = [value.astype(g.dtype) for value in (center, a, b, c)]
+    share(lambda part: _combine(g_rows[part], x_rows[part], *values, out[part]), len(out), out.size)
     return like_rows(out, g)
+
+
+def _sums(kernel: Callable[..., None], count: int, *arrays: Array) -> Array:
+    """(count, C) float64: what `kernel`, given some rows of the arrays, adds to; over all rows."""
+    matrices = [as_rows(x) for x in arrays]
+
+    def work(part: slice) -> Array:
+        sums = np.zeros((count, arrays[0].shape[1]))
+        kernel(*(matrix[part] for matrix in matrices), sums)
+        return sums
+
+    return np.sum(share(work, len(matrices[0]), matrices[0].size), axis=0)
 
 
 @jit

@@ -8,41 +8,56 @@ from typing import Any
 import numpy as np
 
 from mgpu_core.autograd.cpu.compile import jit
-from mgpu_core.autograd.cpu.layout import Array, as_rows, channels_first
-from mgpu_core.autograd.cpu.windows import crop, pad, padded_zeros
+from mgpu_core.autograd.cpu.layout import Array, channels_first, channels_last
+from mgpu_core.autograd.cpu.threads import share_products
 from mgpu_core.autograd.portable.windows import Pair, output_size
 
 _BLOCK = 1 << 16  # elements of the column matrix at a time, so that it stays in the second-level cache
 
 
 def conv2d(x: Array, weight: Array, bias: Array | None, stride: Pair, padding: Pair) -> Array:
-    size = output_size(x.shape[2:], weight.shape[2:], stride, padding)
-    y = np.empty((x.shape[0], *size, weight.shape[0]), dtype=x.dtype)
-    places = y.reshape(-1, weight.shape[0])
-    matrix = _matrix(weight)
-    for block, columns in _gathered(pad(x, padding), weight.shape[2:], size, stride):
-        np.matmul(columns, matrix, out=places[block])
-        if bias is not None:
-            _add_to_rows(places[block], bias)
+    window = weight.shape[2:]
+    images, matrix = channels_last(x), _matrix(weight)
+    y = np.empty((len(x), *output_size(x.shape[2:], window, stride, padding), weight.shape[0]), dtype=x.dtype)
+
+    def work(part: slice) -> None:
+        places = y[part].reshape(-1, y.shape[3])
+        for block, columns in _gathered(images[part], window, y.shape[1:3], stride, padding):
+            np.matmul(columns, matrix, out=places[block])
+            if bias is not None:
+                _add_to_rows(places[block], bias)
+
+    share_products(work, len(x), y.size * len(matrix))
     return channels_first(y)
 
 
 def conv2d_input_gradient(g: Array, weight: Array, shape: tuple[int, ...], stride: Pair, padding: Pair) -> Array:
-    places = as_rows(g)
-    matrix = _matrix(weight).T
-    dx = padded_zeros(shape, padding, g.dtype)
-    for block, first, columns in _blocks(g.shape[0], g.shape[2:], matrix.shape[1], g.dtype):
-        np.matmul(places[block], matrix, out=columns)
-        _scatter_columns(columns, dx, first, g.shape[2:], weight.shape[2:], stride)
-    return crop(dx, shape, padding)
+    n, c, h, w = shape
+    gradients, matrix = channels_last(g), _matrix(weight).T
+    dx = np.zeros((n, h, w, c), dtype=g.dtype)
+
+    def work(part: slice) -> None:
+        places = gradients[part].reshape(-1, g.shape[1])
+        for block, first, columns in _blocks(len(dx[part]), g.shape[2:], matrix.shape[1], g.dtype):
+            np.matmul(places[block], matrix, out=columns)
+            _scatter_columns(columns, dx[part], first, g.shape[2:], weight.shape[2:], stride, padding)
+
+    share_products(work, n, g.size * matrix.shape[1])
+    return channels_first(dx)
 
 
 def conv2d_weight_gradient(g: Array, x: Array, shape: tuple[int, ...], stride: Pair, padding: Pair) -> Array:
     o, c, kh, kw = shape
-    places = as_rows(g)
-    total = np.zeros((kh * kw * c, o), dtype=g.dtype)
-    for block, columns in _gathered(pad(x, padding), (kh, kw), g.shape[2:], stride):
-        total += columns.T @ places[block]
+    images, gradients = channels_last(x), channels_last(g)
+
+    def work(part: slice) -> Array:
+        places = gradients[part].reshape(-1, o)
+        total = np.zeros((kh * kw * c, o), dtype=g.dtype)
+        for block, columns in _gathered(images[part], (kh, kw), g.shape[2:], stride, padding):
+            total += columns.T @ places[block]
+        return total
+
+    total = np.sum(share_products(work, len(x), g.size * kh * kw * c), axis=0)
     return total.reshape(kh, kw, c, o).transpose(3, 2, 0, 1)
 
 
@@ -52,11 +67,14 @@ def _matrix(weight: Array) -> Array:
 
 
 def _gathered(
-    image: Array, window: tuple[int, ...], size: tuple[int, ...], stride: Pair
+    images: Array, window: tuple[int, ...], size: tuple[int, ...], stride: Pair, padding: Pair
 ) -> Iterator[tuple[slice, Array]]:
-    """The column matrix of a padded image, block by block, each with the rows that it holds."""
-    for block, first, columns in _blocks(len(image), size, window[0] * window[1] * image.shape[3], image.dtype):
-        _gather_columns(image, columns, first, size, window, stride)
+    """The column matrix of images, block by block, each with the rows that it holds."""
+    if window == (1, 1) and stride == (1, 1) and padding == (0, 0):
+        yield slice(None), images.reshape(-1, images.shape[3])
+        return
+    for block, first, columns in _blocks(len(images), size, window[0] * window[1] * images.shape[3], images.dtype):
+        _gather_columns(images, columns, first, size, window, stride, padding)
         yield block, columns
 
 
@@ -77,37 +95,53 @@ def _add_to_rows(x: Array, row: Array) -> None:
             x[r, c] += row[c]
 
 
-@jit
-def _gather_columns(image: Array, columns: Array, first: int, size: Pair, window: Pair, stride: Pair) -> None:
-    _, height, width, channels = image.shape
-    span = window[1] * channels  # one row of the window is contiguous in the image
-    pixels, cells = image.reshape(image.size), columns.reshape(columns.size)
-    cell = 0
-    for line in range(first, first + columns.shape[0] // size[1]):
-        n, i = line // size[0], line % size[0]
-        for j in range(size[1]):
-            pixel = ((n * height + i * stride[0]) * width + j * stride[1]) * channels
-            for _ in range(window[0]):
-                to, source = cells[cell : cell + span], pixels[pixel : pixel + span]
-                for q in range(span):
-                    to[q] = source[q]
-                cell += span
-                pixel += width * channels
+# In both, a row of the window is contiguous in the image, and is cut where it reaches over an edge
 
 
 @jit
-def _scatter_columns(columns: Array, image: Array, first: int, size: Pair, window: Pair, stride: Pair) -> None:
-    _, height, width, channels = image.shape
-    span = window[1] * channels
-    pixels, cells = image.reshape(image.size), columns.reshape(columns.size)
+def _gather_columns(
+    images: Array, columns: Array, first: int, size: Pair, window: Pair, stride: Pair, padding: Pair
+) -> None:
+    _, height, width, channels = images.shape
+    pixels, cells = images.reshape(images.size), columns.reshape(columns.size)
+    whole = window[1] * channels
     cell = 0
     for line in range(first, first + columns.shape[0] // size[1]):
-        n, i = line // size[0], line % size[0]
+        n, top = line // size[0], line % size[0] * stride[0] - padding[0]
         for j in range(size[1]):
-            pixel = ((n * height + i * stride[0]) * width + j * stride[1]) * channels
-            for _ in range(window[0]):
-                to, source = pixels[pixel : pixel + span], cells[cell : cell + span]
-                for q in range(span):
-                    to[q] += source[q]
-                cell += span
-                pixel += width * channels
+            left = j * stride[1] - padding[1]
+            begin, end = max(left, 0), min(left + window[1], width)
+            before, span = (begin - left) * channels, max(end - begin, 0) * channels
+            for row in range(top, top + window[0]):
+                to = cells[cell : cell + whole]
+                cell += whole
+                if row < 0 or row >= height or span < whole:
+                    to[:] = 0
+                if 0 <= row < height:
+                    pixel = ((n * height + row) * width + begin) * channels
+                    to, source = to[before : before + span], pixels[pixel : pixel + span]
+                    for q in range(span):
+                        to[q] = source[q]
+
+
+@jit
+def _scatter_columns(
+    columns: Array, images: Array, first: int, size: Pair, window: Pair, stride: Pair, padding: Pair
+) -> None:
+    _, height, width, channels = images.shape
+    pixels, cells = images.reshape(images.size), columns.reshape(columns.size)
+    whole = window[1] * channels
+    cell = 0
+    for line in range(first, first + columns.shape[0] // size[1]):
+        n, top = line // size[0], line % size[0] * stride[0] - padding[0]
+        for j in range(size[1]):
+            left = j * stride[1] - padding[1]
+            begin, end = max(left, 0), min(left + window[1], width)
+            before, span = (begin - left) * channels, max(end - begin, 0) * channels
+            for row in range(top, top + window[0]):
+                if 0 <= row < height:
+                    pixel = ((n * height + row) * width + begin) * channels
+                    to, source = pixels[pixel : pixel + span], cells[cell + before : cell + before + span]
+                    for q in range(span):
+                        to[q] += source[q]
+                cell += whole

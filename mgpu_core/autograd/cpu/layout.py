@@ -1,4 +1,4 @@
-"""Channels last: how arrays (N, C, ...) lie in memory."""
+"""How arrays lie in memory: channels last; and as vectors or matrices that loops run over."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def as_rows(x: Array) -> Array:
 def like_rows(rows: Array, x: Array) -> Array:
     """The inverse of `as_rows`."""
     return channels_first(rows.reshape(x.shape[0], *x.shape[2:], x.shape[1]))
+
+
+def vectors(out: Array, *others: Array) -> list[Array]:
+    """A dense array, and others of its shape, as vectors in the order in which `out` lies in memory.
+
+    That of `out` is a view. So are those of arrays that lie as it does; the others are copied.
+    """
+    outer_to_inner = sorted(range(out.ndim), key=lambda axis: -out.strides[axis])
+    return [np.ascontiguousarray(x.transpose(outer_to_inner)).reshape(-1) for x in (out, *others)]

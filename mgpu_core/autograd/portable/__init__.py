@@ -4,7 +4,17 @@ Images are (N, C, H, W). A window of kh x kw elements moves by `stride` over an 
 are pairs, for rows and columns.
 """
 
-from mgpu_core.autograd.portable.activation import relu, relu_gradient
+from mgpu_core.autograd.portable.activation import (
+    gelu,
+    gelu_gradient,
+    keep,
+    log_softmax,
+    log_softmax_gradient,
+    relu,
+    relu_gradient,
+    softmax,
+    softmax_gradient,
+)
 from mgpu_core.autograd.portable.channels import (
     channel_moments,
     channel_products,
@@ -15,7 +25,13 @@ from mgpu_core.autograd.portable.channels import (
 from mgpu_core.autograd.portable.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from mgpu_core.autograd.portable.optimizer import adamw, sgd
 from mgpu_core.autograd.portable.pooling import avg_pool2d, avg_pool2d_gradient, max_pool2d, max_pool2d_gradient
-from mgpu_core.autograd.portable.rows import add_rows, softmax_minus_one_hot
+from mgpu_core.autograd.portable.rows import (
+    add_rows,
+    cross_entropy,
+    cross_entropy_gradient,
+    layer_norm,
+    layer_norm_gradient,
+)
 
 __all__ = [
     "adamw",
@@ -29,11 +45,21 @@ __all__ = [
     "conv2d",
     "conv2d_input_gradient",
     "conv2d_weight_gradient",
+    "cross_entropy",
+    "cross_entropy_gradient",
+    "gelu",
+    "gelu_gradient",
+    "keep",
+    "layer_norm",
+    "layer_norm_gradient",
+    "log_softmax",
+    "log_softmax_gradient",
     "max_pool2d",
     "max_pool2d_gradient",
     "normalize_channels",
     "relu",
     "relu_gradient",
     "sgd",
-    "softmax_minus_one_hot",
+    "softmax",
+    "softmax_gradient",
 ]

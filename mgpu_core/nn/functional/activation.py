@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from array_api_compat import array_namespace
-
-from mgpu_core.autograd.tape import Array
+from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.tensor import Tensor, record
 
 
@@ -27,33 +23,19 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def gelu(x: Tensor) -> Tensor:
     """x Phi(x) in its tanh form, the one of GPT-2 (Hendrycks and Gimpel 2016; within 0.001 of the exact one)."""
-    a = x.data
-    xp = array_namespace(a)
-    scale = math.sqrt(2 / math.pi)
-    t = xp.tanh(scale * (a + 0.044715 * a * a * a))
-
-    def vjp(g: Array) -> Array:
-        return g * (0.5 * (1 + t) + 0.5 * a * (1 - t * t) * scale * (1 + 3 * 0.044715 * a * a))
-
-    return record(0.5 * a * (1 + t), (x, vjp))
+    kernels, a = kernels_for(x.data), x.data
+    return record(kernels.gelu(a), (x, lambda g: kernels.gelu_gradient(g, a)))
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x) over its sum along `axis`."""
-    xp = array_namespace(x.data)
-    y = xp.exp(log_softmax_of(x.data, axis))
-    return record(y, (x, lambda g: y * (g - xp.sum(g * y, axis=axis, keepdims=True))))
+    kernels = kernels_for(x.data)
+    y = kernels.softmax(x.data, axis)
+    return record(y, (x, lambda g: kernels.softmax_gradient(g, y, axis)))
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """The logarithm of softmax, without its overflow and cancellation."""
-    xp = array_namespace(x.data)
-    y = log_softmax_of(x.data, axis)
-    return record(y, (x, lambda g: g - xp.exp(y) * xp.sum(g, axis=axis, keepdims=True)))
-
-
-def log_softmax_of(x: Array, axis: int) -> Array:
-    """log_softmax of a plain array."""
-    xp = array_namespace(x)
-    shifted = x - xp.max(x, axis=axis, keepdims=True)
-    return shifted - xp.log(xp.sum(xp.exp(shifted), axis=axis, keepdims=True))
+    kernels = kernels_for(x.data)
+    y = kernels.log_softmax(x.data, axis)
+    return record(y, (x, lambda g: kernels.log_softmax_gradient(g, y, axis)))

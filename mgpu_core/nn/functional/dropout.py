@@ -7,6 +7,7 @@ import math
 from array_api_compat import array_namespace
 
 from mgpu_core import random
+from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.tensor import Tensor, record
 
 
@@ -22,8 +23,8 @@ def dropout(x: Tensor, p: float, layer: int) -> Tensor:
         raise ValueError(f"dropout's p must be at least 0 and less than 1, not {p}")
     if p == 0:
         return x
-    xp = array_namespace(x.data)
     words = random.sample_words(layer, x.shape[0], math.prod(x.shape[1:]))
-    kept = xp.reshape(xp.asarray(words >= p * 2**32), x.shape)
-    scale = xp.astype(kept, x.dtype) / (1 - p)
-    return record(x.data * scale, (x, lambda g: g * scale))
+    kept = array_namespace(x.data).asarray((words >= p * 2**32).reshape(x.shape))
+    kernels = kernels_for(x.data)
+    scale = 1 / (1 - p)
+    return record(kernels.keep(x.data, kept, scale), (x, lambda g: kernels.keep(g, kept, scale)))

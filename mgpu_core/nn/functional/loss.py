@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from array_api_compat import array_namespace
 
 from mgpu_core.autograd.kernels import kernels_for
-from mgpu_core.nn.functional.activation import log_softmax_of
 from mgpu_core.nn.functional.linear import check_range
 from mgpu_core.tensor import Tensor, record
 
@@ -28,21 +28,19 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: logits {logits.shape} need targets of shape {logits.shape[:-1]}")
     check_range(labels, classes, "a class")
     xp = array_namespace(logits.data)
-    labels = xp.reshape(labels, (-1, 1))
-    count = labels.shape[0]
-    log_p = log_softmax_of(xp.reshape(logits.data, (count, classes)), -1)
-    losses = -xp.take_along_axis(log_p, labels, axis=1)
+    shape, count = logits.shape, math.prod(labels.shape)
+    rows, labels = xp.reshape(logits.data, (count, classes)), xp.reshape(labels, (count,))
+    kernels = kernels_for(rows)
+    losses, log_sums = kernels.cross_entropy(rows, labels)
     if weights is None:
         scale = xp.ones_like(losses)
         total = float(count)
     else:
-        scale = xp.reshape(xp.astype(Tensor(weights).data, losses.dtype), (count, 1))
+        scale = xp.reshape(xp.astype(Tensor(weights).data, losses.dtype), (count,))
         total = float(xp.sum(scale))
     if reduction == "mean":
         scale = scale / total if total else 0 * scale
-
-    kernels, shape = kernels_for(log_p), logits.shape
     return record(
         xp.sum(losses * scale),
-        (logits, lambda g: xp.reshape(kernels.softmax_minus_one_hot(log_p, labels, g * scale), shape)),
+        (logits, lambda g: xp.reshape(kernels.cross_entropy_gradient(rows, labels, log_sums, g * scale), shape)),
     )

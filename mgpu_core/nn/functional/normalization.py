@@ -88,15 +88,20 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) ->
 
     Ba, Kiros and Hinton 2016.
     """
-    a, w = x.data, weight.data
-    xp = array_namespace(a, w)
-    centered = a - xp.mean(a, axis=-1, keepdims=True)
-    inverse = 1 / xp.sqrt(xp.mean(centered * centered, axis=-1, keepdims=True) + eps)
-    normal = centered * inverse
+    xp = array_namespace(x.data, weight.data)
+    shape, w = x.shape, weight.data
+    matrix = (math.prod(shape[:-1]), shape[-1])
+    rows = xp.reshape(x.data, matrix)
+    kernels = kernels_for(rows)
+    y, center, inverse = kernels.layer_norm(rows, w, bias.data, eps)
 
-    def to_x(g: Array) -> Array:
-        g = g * w
-        along = xp.mean(g * normal, axis=-1, keepdims=True)
-        return inverse * (g - xp.mean(g, axis=-1, keepdims=True) - normal * along)
+    @once
+    def gradients(g: Array) -> tuple[Array, Array, Array]:
+        return kernels.layer_norm_gradient(xp.reshape(g, matrix), rows, w, center, inverse)
 
-    return record(normal * w + bias.data, (x, to_x), (weight, lambda g: g * normal), (bias, lambda g: g))
+    return record(
+        xp.reshape(y, shape),
+        (x, lambda g: xp.reshape(gradients(g)[0], shape)),
+        (weight, lambda g: gradients(g)[1]),
+        (bias, lambda g: gradients(g)[2]),
+    )
