@@ -19,6 +19,8 @@ Why this is enough, though programs run in any number of slices, one after anoth
   Clocks are kept for slots + 2 slices; what must hold at the end of a call is required at the end of each, which
   covers all shorter calls. From slice 1 on each slice repeats the one before, shifted, and uses of one slot are
   `slots` slices apart: what is shown from slice 1 to slice slots + 1, without Enter's help, holds ever after.
+- More slots only ask for less: who knows that another is past slice s knows it of all before. So there is nothing to
+  gain from more slots than the longest lag needs, and the proof is made for these.
 - Every slice's Moves do the same to other elements and another slot. They are followed once, in one possible order,
   and all conflicting accesses are required to keep that order in all slices; so each finds there what was found here.
 - A call's first writes before Enter go to the slot after the last, which was last used `slots` slices ago. As these
@@ -51,11 +53,13 @@ Point = tuple[int, int]  # a rank, and a step in its list
 def verify(program: Program) -> None:
     """Prove `program` right, or raise ProgramError saying at which rank, step and chunk the proof fails."""
     _check_form(program)
-    clocks = Clocks(program, slices=program.slots + 2 if program.pipelined else 1)
+    lag = max((i.lag for body in program.bodies for i in body if type(i) is Wait), default=0)
+    slots = min(program.slots, max(lag + 1, 2))
+    clocks = Clocks(program, slices=slots + 2 if program.pipelined else 1)
     data = _Dataflow(program, clocks.order)
     _check_results(data)
-    _check_races(data, clocks)
-    _check_ends(data, clocks)
+    _check_races(data, clocks, slots)
+    _check_ends(data, clocks, slots)
 
 
 def verified(collective: str, algorithm: str, size: int, **options: Any) -> Program:
@@ -288,7 +292,7 @@ def _check_results(data: _Dataflow) -> None:
                 raise ProgramError(f"not reduced in the same order as on rank {other}", rank=rank, chunk=chunk)
 
 
-def _check_races(data: _Dataflow, clocks: Clocks) -> None:
+def _check_races(data: _Dataflow, clocks: Clocks, slots: int) -> None:
     """Conflicting accesses come in the order in which they were played, in each slice and from one slice to another."""
     _require(data.conflicts, data, clocks, apart=0)
     reuses = []
@@ -296,7 +300,7 @@ def _check_races(data: _Dataflow, clocks: Clocks) -> None:
         if memory.buffer is Buffer.SCRATCH and place.first is not None and place.writer is not None:
             users = (user for user in (place.writer, *place.readers) if user[0] != place.first[0])
             reuses += [(place.first, user, memory) for user in users]
-    _require(reuses, data, clocks, apart=data.program.slots)
+    _require(reuses, data, clocks, apart=slots)
 
 
 def _require(orders: list[tuple[Point, Point, Ref]], data: _Dataflow, clocks: Clocks, apart: int) -> None:
@@ -313,10 +317,10 @@ def _require(orders: list[tuple[Point, Point, Ref]], data: _Dataflow, clocks: Cl
             raise ProgramError(message, rank=at[0], step=at[1], chunk=data.chunk(at))
 
 
-def _check_ends(data: _Dataflow, clocks: Clocks) -> None:
+def _check_ends(data: _Dataflow, clocks: Clocks, slots: int) -> None:
     """When a rank is through, its peers must be done with its arrays, and with the scratch that it may write next."""
     for (owner, visitor, scratch), step in data.last_visit.items():
-        apart = data.program.slots - 1 if scratch else 0
+        apart = slots - 1 if scratch else 0
         end = len(data.program.bodies[owner])
         slices = np.arange(apart, clocks.slices)
         if not clocks.know(owner, slices, end, visitor, slices - apart, step).all():
