@@ -79,7 +79,7 @@ class Communicator:
         self._lock = threading.RLock()
         self._known: dict[tuple[np.dtype[Any], int, Op, str | None], Call] = {}  # all_reduce's calls so far
         self._group: tuple[list[Message], list[Message]] | None = None
-        weakref.finalize(self, backend.close)  # whoever drops it without closing it
+        self._finalizer = weakref.finalize(self, backend.close)  # for whoever drops it without closing it
         _alive.add(self)
 
     @property
@@ -329,6 +329,7 @@ class Communicator:
         """
         with self._lock:
             self._backend.close()
+            self._finalizer.detach()
 
     # How arguments become a call
 

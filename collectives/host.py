@@ -10,6 +10,7 @@ import json
 import os
 import weakref
 from collections.abc import Collection, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from collectives.memory import PAGE, Heap, Segment, heap_bytes, parse_bytes
@@ -49,15 +50,16 @@ class Host:
         self._world = min(heap for heap, _ in answers) // (_SHARE * PAGE) * (_SHARE * PAGE)
         self.scratch = int(answers[0][1])
         own = Segment.create(0, 0, self._world * (1 + ARENAS // _SHARE))
-        descriptors = meeting.exchange_fd(own.fd)
-        self.segments: list[Segment] = []
-        for rank, descriptor in enumerate(descriptors):
-            assert descriptor is not None
-            if rank == meeting.rank:
-                os.close(descriptor)
-                self.segments.append(own)
-            else:
-                self.segments.append(own.attach(descriptor))
+        with ExitStack() as undo:
+            undo.callback(own.close)
+            descriptors = [fd for fd in meeting.exchange_fd(own.fd) if fd is not None]
+            os.close(descriptors.pop(meeting.rank))
+            undo.callback(_close_all, descriptors)
+            self.segments: list[Segment] = []
+            for rank in range(meeting.size):
+                self.segments.append(own if rank == meeting.rank else own.attach(descriptors.pop(0)))
+                undo.callback(self.segments[-1].close)
+            undo.pop_all()
         self.own = own
         self.free_arenas = set(range(1, ARENAS + 1))
         self.left: list[tuple[Birth, Heap]] = []  # of sub-communicators closed here, until their arenas are free
@@ -92,3 +94,8 @@ class Host:
         for segment in self.segments:
             segment.close()
         self.meeting.close()
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

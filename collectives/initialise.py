@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import ExitStack
 
 from collectives import cgroup, environment, threads
 from collectives.backends.shm import Shm
@@ -37,14 +38,14 @@ def init(
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; there are {', '.join(BACKENDS)}")
     meeting = meet(environment.place(rank, size, address, timeout=timeout))
-    try:
+    with ExitStack() as undo:
+        undo.callback(meeting.close)
         _share_processors(meeting)
         host = Host(meeting)
+        undo.callback(host.close)
         engine = Shm(host, range(meeting.size), 0, timeout)
         meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
-    except BaseException:
-        meeting.close()
-        raise
+        undo.pop_all()
     return Communicator(engine)
 
 

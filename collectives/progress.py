@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -133,7 +134,7 @@ class Ticket(Pending):
         while not progress.ended(self._number) and progress.failure is None:
             progress.settle(progress.flag, self._number, 200, 20)
         if progress.failure is not None and self._number >= progress.failure[0]:
-            raise progress.failure[1]
+            raise copy(progress.failure[1]) from progress.failure[1]
 
     def done(self) -> bool:
         return self._progress.ended(self._number) or self._progress.failure is not None

@@ -78,7 +78,7 @@ class Shm(Backend):
         self._execute, self._execute_on = native.load("execute").call, native.load("execute_on").call
         self._jobs: dict[tuple[Any, ...], list[Job]] = {}
         self._progress: Progress | None = None
-        self._failure: CollectiveError | None = None
+        self._failure = ""  # why this communicator is of no further use
         self._closed = False
         self._unusual = False  # failed, closed or with a queue: a call has more to look at
         self._splits = 0
@@ -258,9 +258,9 @@ class Shm(Backend):
 
     def fail(self, error: BaseException) -> None:
         """This communicator is of no further use: remember why, and let the peers know."""
-        if self._failure is None:
+        if not self._failure:
             mine = error if isinstance(error, CollectiveError) else CollectiveError(f"{type(error).__name__}: {error}")
-            self._failure, self._unusual = mine, True
+            self._failure, self._unusual = str(mine) or type(mine).__name__, True
             if not self._closed:
                 self.regions[self.rank].leave(FAILED, {"kind": type(mine).__name__, "text": str(mine)})
 
@@ -270,7 +270,7 @@ class Shm(Backend):
         return self._progress is not None and self._progress.busy
 
     def _check_usable(self) -> None:
-        if self._failure is not None:
+        if self._failure:
             raise CollectiveError(f"this communicator is of no further use: {self._failure}")
         if self._closed:
             raise CollectiveError("this communicator is closed")
@@ -393,7 +393,7 @@ class Shm(Backend):
         self.fail(CollectiveError(reason))
 
     def disown(self, reason: str) -> None:
-        self._failure = CollectiveError(reason)
+        self._failure = reason
         self._closed, self._unusual, self._progress = True, True, None
 
     def close(self) -> None:
@@ -402,7 +402,7 @@ class Shm(Backend):
         if self._progress is not None:
             self._progress.close()
         self._closed, self._unusual = True, True
-        if self._failure is None:
+        if not self._failure:
             self.regions[self.rank].leave(CLOSED, {})
         if self.arena:
             self.host.left.append((self._birth, self._heap))
