@@ -29,6 +29,7 @@ from mgpu_core.autograd.cpu.channels import (
 from mgpu_core.autograd.cpu.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from mgpu_core.autograd.cpu.optimizer import adamw, sgd
 from mgpu_core.autograd.cpu.pooling import avg_pool2d, avg_pool2d_gradient, max_pool2d, max_pool2d_gradient
+from mgpu_core.autograd.cpu.recurrent import gru_step, gru_step_gradient, lstm_step, lstm_step_gradient
 from mgpu_core.autograd.cpu.rows import (
     add_rows,
     cross_entropy,
@@ -53,11 +54,15 @@ __all__ = [
     "cross_entropy_gradient",
     "gelu",
     "gelu_gradient",
+    "gru_step",
+    "gru_step_gradient",
     "keep",
     "layer_norm",
     "layer_norm_gradient",
     "log_softmax",
     "log_softmax_gradient",
+    "lstm_step",
+    "lstm_step_gradient",
     "max_pool2d",
     "max_pool2d_gradient",
     "normalize_channels",

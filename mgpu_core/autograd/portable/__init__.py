@@ -25,6 +25,7 @@ from mgpu_core.autograd.portable.channels import (
 from mgpu_core.autograd.portable.convolution import conv2d, conv2d_input_gradient, conv2d_weight_gradient
 from mgpu_core.autograd.portable.optimizer import adamw, sgd
 from mgpu_core.autograd.portable.pooling import avg_pool2d, avg_pool2d_gradient, max_pool2d, max_pool2d_gradient
+from mgpu_core.autograd.portable.recurrent import gru_step, gru_step_gradient, lstm_step, lstm_step_gradient
 from mgpu_core.autograd.portable.rows import (
     add_rows,
     cross_entropy,
@@ -49,11 +50,15 @@ __all__ = [
     "cross_entropy_gradient",
     "gelu",
     "gelu_gradient",
+    "gru_step",
+    "gru_step_gradient",
     "keep",
     "layer_norm",
     "layer_norm_gradient",
     "log_softmax",
     "log_softmax_gradient",
+    "lstm_step",
+    "lstm_step_gradient",
     "max_pool2d",
     "max_pool2d_gradient",
     "normalize_channels",

@@ -10,6 +10,7 @@ from mgpu_core.nn.functional.joining import concat, pad, stack
 from mgpu_core.nn.functional.linear import embedding, linear
 from mgpu_core.nn.functional.loss import cross_entropy
 from mgpu_core.nn.functional.normalization import batch_norm, layer_norm
+from mgpu_core.nn.functional.recurrent import gru, lstm
 
 __all__ = [
     "avg_pool2d",
@@ -20,9 +21,11 @@ __all__ = [
     "dropout",
     "embedding",
     "gelu",
+    "gru",
     "layer_norm",
     "linear",
     "log_softmax",
+    "lstm",
     "max_pool2d",
     "pad",
     "relu",
