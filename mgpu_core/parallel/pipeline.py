@@ -70,7 +70,7 @@ class Pipeline:
         comm: the ranks of the pipeline; None for a single one.
         loss: of the model's outputs for a micro-batch and its targets: the sum over the samples, one element.
         schedule, microbatches: how a batch goes through, and in how many parts; proven here.
-        costs: what each layer costs (see `balance.measure`), on rank 0; None takes all to be equal.
+        costs: what each layer costs (see `balance.measure`); those of rank 0 of all replicas count. None: all the same.
         data: the ranks that hold the same stages in all replicas; None for a single replica.
         bucketing: as for `DataParallel`.
 
@@ -103,7 +103,9 @@ class Pipeline:
             schedule = OneForwardOneBackward()  # the order that keeps least; alone there is no other reason
         check(schedule, self.ranks, microbatches)
         costs = [1.0] * len(model) if costs is None else list(map(float, costs))
-        parts = cut(costs if self.comm is None else comm.broadcast_object(costs), schedule.chunks * self.ranks)
+        for axis in (data, self.comm):  # measured times differ between ranks, cuts must not
+            costs = costs if axis is None else axis.broadcast_object(costs)
+        parts = cut(costs, schedule.chunks * self.ranks)
         _refuse_shared(model, parts)
         own = range(self.rank, len(parts), self.ranks)
         self.last = len(parts) - 1
