@@ -116,6 +116,7 @@ class Trainer:
             FloatingPointError: when the loss is not a finite number; the last checkpoint is from before.
         """
         limit = math.inf if steps is None else self.steps_done + steps
+        self.interrupted = False
         with stop_request() as stop, _Report(self, epochs) as report:
             while self.epoch < epochs and self.steps_done < limit and not self.interrupted:
                 with self.train.epoch(self.epoch, self.step) as batches:
@@ -198,7 +199,7 @@ class Trainer:
             try:
                 part.load_state_dict(state)
             except (KeyError, ValueError) as error:
-                raise checkpoint.CheckpointError(f"{path} does not fit: {error}") from error
+                raise checkpoint.CheckpointError(f"{path} does not fit: {error.args[0]}") from error
         self.epoch, self.step = meta["epoch"], meta["step"]
         self.seconds, self.scores = meta["seconds"], meta["scores"]
 
@@ -256,7 +257,7 @@ class _Report:
             total=self.epochs * trainer.train.sampler.steps,
             initial=trainer.steps_done,
             disable=None if trainer.leads else True,  # None: shown on a terminal only
-            unit=" steps",
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
             dynamic_ncols=True,
         )
         return self

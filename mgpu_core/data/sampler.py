@@ -63,8 +63,8 @@ class Sampler:
     def __init__(self, count: int, batch: int, *, seed: int = 0, shuffle: bool = True) -> None:
         if count < 0 or batch < 1:
             raise ValueError(f"need count >= 0 and batch >= 1, got count={count}, batch={batch}")
-        if seed < 0:
-            raise ValueError(f"the seed must be a whole number from 0, got {seed}")
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"the seed must be a whole number from 0, below 2**64; got {seed}")
         self.count = count
         self.batch = batch
         self.seed = seed
