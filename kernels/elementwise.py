@@ -9,6 +9,7 @@ and rounded as they are stored, so a sum of p of them is rounded once.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from kernels.portable import portable, primitive
@@ -150,3 +151,54 @@ def reduce(
         reduce_one(dsts, ndst, srcs, nsrc, at, 0, raw, final, scale)
         at += lanes * itemsize()
     return 0
+
+
+@primitive
+def copy_vectors(dst: int, src: int, stride: int) -> None:
+    """Copy four times 16 bytes that lie `stride` bytes apart: four loads, then four stores."""
+    for i in range(4):
+        ctypes.memmove(dst + i * stride, src + i * stride, 16)
+
+
+@primitive
+def copy_vector(dst: int, src: int) -> None:
+    """Copy 16 bytes."""
+    ctypes.memmove(dst, src, 16)
+
+
+@primitive
+def copy_word(dst: int, src: int) -> None:
+    """Copy 4 bytes."""
+    ctypes.memmove(dst, src, 4)
+
+
+@primitive
+def copy_byte(dst: int, src: int) -> None:
+    """Copy a byte."""
+    ctypes.memmove(dst, src, 1)
+
+
+@portable
+def copy(dst: int, src: int, nbytes: int, lane: int, lanes: int) -> None:
+    """The primitive `copy_bytes` where many lanes share the work: in units of 16 bytes, of 4 or of 1."""
+    done = 0
+    if (dst | src) & 15 == 0:
+        tile = 64 * lanes
+        while done + tile <= nbytes:
+            copy_vectors(dst + done + 16 * lane, src + done + 16 * lane, 16 * lanes)
+            done += tile
+        at = done + 16 * lane
+        while at + 16 <= nbytes:
+            copy_vector(dst + at, src + at)
+            at += 16 * lanes
+        done = nbytes // 16 * 16
+    elif (dst | src) & 3 == 0:
+        at = 4 * lane
+        while at + 4 <= nbytes:
+            copy_word(dst + at, src + at)
+            at += 4 * lanes
+        done = nbytes // 4 * 4
+    at = done + lane
+    while at < nbytes:
+        copy_byte(dst + at, src + at)
+        at += lanes

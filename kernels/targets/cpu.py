@@ -21,6 +21,7 @@ from numba.core.extending import intrinsic, register_model
 from kernels import elementwise, executor, progress
 from kernels.dtypes import DType, find
 from kernels.portable import bind
+from kernels.targets.groups import Vector, group_bodies
 from kernels.targets.vector import Group
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -201,49 +202,10 @@ PRIMITIVES = {
 }
 
 
-class _Vector(types.Type):
-    """A group of elements in registers."""
-
-    def __init__(self, llvm_type: ir.Type) -> None:
-        self.llvm_type = llvm_type
-        super().__init__(name=f"vector {llvm_type}")
-
-
-@register_model(_Vector)
+@register_model(Vector)
 class _VectorModel(PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: _Vector) -> None:
+    def __init__(self, dmm: Any, fe_type: Vector) -> None:
         super().__init__(dmm, fe_type, fe_type.llvm_type)
-
-
-def _group_bodies(group: Group) -> dict[str, Any]:
-    """The primitives of `elementwise.reduce_group` for one kind of group."""
-    vector = _Vector(group.type)
-
-    @intrinsic
-    def load(typing, address, stride):  # type: ignore[no-untyped-def]
-        return vector(types.int64, types.int64), lambda context, builder, signature, args: group.load(builder, *args)
-
-    @intrinsic
-    def store(typing, address, value, stride):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            group.store(builder, *args)
-            return context.get_dummy_value()
-
-        return types.none(types.int64, vector, types.int64), codegen
-
-    @intrinsic
-    def apply(typing, left, right):  # type: ignore[no-untyped-def]
-        return vector(vector, vector), lambda context, builder, signature, args: group.apply(builder, *args)
-
-    @intrinsic
-    def premultiply(typing, value, scale):  # type: ignore[no-untyped-def]
-        return vector(vector, types.int64), lambda context, builder, signature, args: group.premultiply(builder, *args)
-
-    @intrinsic
-    def finish(typing, value, ranks):  # type: ignore[no-untyped-def]
-        return vector(vector, types.int64), lambda context, builder, signature, args: group.finish(builder, *args)
-
-    return {"load": load, "store": store, "apply": apply, "premultiply": premultiply, "finish": finish}
 
 
 def _constant(value: int) -> Any:
@@ -266,7 +228,7 @@ def _reduction(dtype: DType, operation: str) -> dict[str, Any]:
         "few": _constant(widths["reduce_few"]),
     }
     for name, width in widths.items():
-        group = _group_bodies(Group(dtype, operation, width, align=1))
+        group = group_bodies(Group(dtype, operation, width, align=1), intrinsic)
         bodies[name] = bind(elementwise.reduce_group, {**group, "load_word": load_word}, _jit)
     return bodies
 

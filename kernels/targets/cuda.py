@@ -23,6 +23,7 @@ from numba.cuda.extending import intrinsic, register_model
 from kernels import elementwise, executor
 from kernels.dtypes import DType, find
 from kernels.portable import bind
+from kernels.targets.groups import Vector, group_bodies
 from kernels.targets.vector import Group
 
 MOST_LANES = 512  # threads of a block, at most
@@ -116,17 +117,9 @@ def sync():  # type: ignore[no-untyped-def]
     cuda.syncthreads()
 
 
-class _Vector(types.Type):
-    """A group of elements in registers."""
-
-    def __init__(self, llvm_type: ir.Type) -> None:
-        self.llvm_type = llvm_type
-        super().__init__(name=f"vector {llvm_type}")
-
-
-@register_model(_Vector)
+@register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: _Vector) -> None:
+    def __init__(self, dmm: Any, fe_type: Vector) -> None:
         super().__init__(dmm, fe_type, fe_type.llvm_type)
 
 
@@ -158,37 +151,6 @@ class _Group(Group):
         return [b.extract_element(vector, ir.Constant(_I32, i)) for i in range(4)]
 
 
-def _group_bodies(group: Group) -> dict[str, Any]:
-    """The primitives of `elementwise.reduce_group` for one kind of group."""
-    vector = _Vector(group.type)
-
-    @intrinsic
-    def load(typing, address, stride):  # type: ignore[no-untyped-def]
-        return vector(types.int64, types.int64), lambda context, b, signature, args: group.load(b, *args)
-
-    @intrinsic
-    def store(typing, address, value, stride):  # type: ignore[no-untyped-def]
-        def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
-            group.store(b, *args)
-            return context.get_dummy_value()
-
-        return types.none(types.int64, vector, types.int64), codegen
-
-    @intrinsic
-    def apply(typing, left, right):  # type: ignore[no-untyped-def]
-        return vector(vector, vector), lambda context, b, signature, args: group.apply(b, *args)
-
-    @intrinsic
-    def premultiply(typing, value, scale):  # type: ignore[no-untyped-def]
-        return vector(vector, types.int64), lambda context, b, signature, args: group.premultiply(b, *args)
-
-    @intrinsic
-    def finish(typing, value, ranks):  # type: ignore[no-untyped-def]
-        return vector(vector, types.int64), lambda context, b, signature, args: group.finish(b, *args)
-
-    return {"load": load, "store": store, "apply": apply, "premultiply": premultiply, "finish": finish}
-
-
 def _constant(value: int) -> Any:
     @_jit
     def constant():  # type: ignore[no-untyped-def]
@@ -198,9 +160,9 @@ def _constant(value: int) -> Any:
 
 
 def _reduction(dtype: DType, operation: str) -> Any:
-    """`elementwise.reduce` for one dtype and operation. A piece is what a lane loads at once; many are up to four."""
-    few = max(1, _VECTOR // dtype.itemsize)
-    pieces = max(1, min(2, 16 // few))
+    """`elementwise.reduce` for one dtype and operation."""
+    few = _VECTOR // dtype.itemsize
+    pieces = 2 if few < 16 else 1  # a group takes registers: one for each number, two if it has 64 bits
     widths = {"reduce_many": (few * pieces, pieces), "reduce_few": (few, 1), "reduce_one": (1, 1)}
     bodies: dict[str, Any] = {
         "load_word": load_word,
@@ -211,45 +173,27 @@ def _reduction(dtype: DType, operation: str) -> Any:
     }
     for name, (width, count) in widths.items():
         align = Group(dtype, operation, 1, 1).bytes if name == "reduce_one" else _VECTOR
-        group = _group_bodies(_Group(dtype, operation, width, align, count))
+        group = group_bodies(_Group(dtype, operation, width, align, count), intrinsic)
         bodies[name] = bind(elementwise.reduce_group, {**group, "load_word": load_word}, _jit)
     return bind(elementwise.reduce, bodies, _jit)
 
 
-_byte = _group_bodies(_Group(find("uint8"), "sum", 1, 1))
-_word = _group_bodies(_Group(find("uint32"), "sum", 1, 4))
-_one = _group_bodies(_Group(find("uint32"), "sum", 4, _VECTOR))
-_four = _group_bodies(_Group(find("uint32"), "sum", 16, _VECTOR, pieces=4))
-_load_byte, _store_byte = _byte["load"], _byte["store"]
-_load_word, _store_word = _word["load"], _word["store"]
-_load_one, _store_one = _one["load"], _one["store"]
-_load_four, _store_four = _four["load"], _four["store"]
+def _copy_bodies() -> dict[str, Any]:
+    """The primitives of `elementwise.copy`."""
 
+    def one(dtype: str, width: int, align: int) -> Any:
+        bodies = group_bodies(_Group(find(dtype), "sum", width, align), intrinsic)
+        load, store = bodies["load"], bodies["store"]
+        return _jit(lambda dst, src: store(dst, load(src, 0), 0))
 
-@_jit
-def copy_bytes(dst, src, nbytes, lane, lanes):  # type: ignore[no-untyped-def]
-    done = 0
-    if (dst | src) & 15 == 0:
-        tile = 64 * lanes
-        while done + tile <= nbytes:
-            at = done + 16 * lane
-            _store_four(dst + at, _load_four(src + at, 16 * lanes), 16 * lanes)
-            done += tile
-        at = done + 16 * lane
-        while at + 16 <= nbytes:
-            _store_one(dst + at, _load_one(src + at, 0), 0)
-            at += 16 * lanes
-        done = nbytes // 16 * 16
-    elif (dst | src) & 3 == 0:
-        at = 4 * lane
-        while at + 4 <= nbytes:
-            _store_word(dst + at, _load_word(src + at, 0), 0)
-            at += 4 * lanes
-        done = nbytes // 4 * 4
-    at = done + lane
-    while at < nbytes:
-        _store_byte(dst + at, _load_byte(src + at, 0), 0)
-        at += lanes
+    four = group_bodies(_Group(find("uint32"), "sum", 16, _VECTOR, pieces=4), intrinsic)
+    load, store = four["load"], four["store"]
+    return {
+        "copy_vectors": _jit(lambda dst, src, stride: store(dst, load(src, stride), stride)),
+        "copy_vector": one("uint32", 4, _VECTOR),
+        "copy_word": one("uint32", 1, 4),
+        "copy_byte": one("uint8", 1, 1),
+    }
 
 
 @intrinsic
@@ -271,7 +215,7 @@ PRIMITIVES = {
     "raise_flag": raise_flag,
     "doze": doze,
     "sync": sync,
-    "copy_bytes": copy_bytes,
+    "copy_bytes": bind(elementwise.copy, _copy_bodies(), _jit),
     "combine": combine,
 }
 

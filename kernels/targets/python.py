@@ -23,6 +23,19 @@ Array = npt.NDArray[Any]
 PIECE_BYTES = 256  # of a group of few
 PIECES = 4  # in a group of many
 
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `bind` compiles with: nothing."""
+    return function
+
+
+_COPIES = {
+    "copy_vectors": elementwise.copy_vectors,
+    "copy_vector": elementwise.copy_vector,
+    "copy_word": elementwise.copy_word,
+    "copy_byte": elementwise.copy_byte,
+}
+
 PRIMITIVES: dict[str, Any] = {
     "load_word": primitives.load_word,
     "store_word": primitives.store_word,
@@ -30,13 +43,8 @@ PRIMITIVES: dict[str, Any] = {
     "raise_flag": primitives.raise_flag,
     "doze": primitives.doze,
     "sync": primitives.sync,
-    "copy_bytes": primitives.copy_bytes,
+    "copy_bytes": bind(elementwise.copy, _COPIES, as_it_is),
 }
-
-
-def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What `bind` compiles with: nothing."""
-    return function
 
 
 def bodies(dtype: DType, operation: str) -> dict[str, Any]:

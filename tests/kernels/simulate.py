@@ -18,7 +18,6 @@ from kernels import executor as x
 from kernels.dtypes import find
 
 CASE_BYTES = 1 << 20  # of the shared memory, for each case
-CALLS = 2  # of each case, one after the other
 
 
 def world_and_jobs(case: dict[str, Any], memory: Any, ranks: Any, combine: int = 0) -> tuple[Any, list[handmade.Job]]:
@@ -52,7 +51,7 @@ def main(descriptor: int, rank: int, cases: list[dict[str, Any]]) -> None:
             time.sleep(0.01)  # until rank 0 has come back BLOCKED
         world, (job,) = world_and_jobs(case, piece, [rank])
         launch = sim.kernel(case["dtype"], case["operation"])
-        for _ in range(CALLS):
+        for _ in range(case["calls"]):
             job.renew()
             launch[case["channels"], case["lanes"]](job.address)
             while x.BLOCKED in (statuses := [job.place(x.PLACE_STATUS, c) for c in range(case["channels"])]):

@@ -291,6 +291,19 @@ def test_a_sum_of_many_small_floats_is_rounded_once(kernel: str) -> None:
     assert (reduced(kernel, *srcs).astype(float) == 1 + 4 * step).all()
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 5, 32])
+def test_lanes_copy_every_byte_and_no_other(lanes: int) -> None:
+    rng = np.random.default_rng(lanes)
+    for nbytes in (0, 1, 3, 4, 15, 16, 17, 63, 64, 65, 1000, 64 * lanes, 64 * lanes + 1, 200 * lanes + 7):
+        for shifts in ((0, 0), (16, 48), (4, 0), (8, 12), (1, 0), (2, 3)):
+            source, target = (Operand(find("uint8"), nbytes, shift) for shift in shifts)
+            source.set(rng.integers(0, 256, nbytes, np.uint8))
+            for lane in range(lanes):
+                python.PRIMITIVES["copy_bytes"](target.address, source.address, nbytes, lane, lanes)
+            assert (target.get() == source.get()).all()
+            target.check_canaries()
+
+
 # Rounding: a kernel of the tests' own, which casts float32 to a small float and back.
 
 
@@ -298,12 +311,14 @@ def test_a_sum_of_many_small_floats_is_rounded_once(kernel: str) -> None:
 def cast(source: str, target: str, width: int) -> Callable[..., None]:
     """Copy `count` groups from one dtype to another, by their group's `load` and `store`, through float32."""
     from numba import njit
+    from numba.extending import intrinsic
 
     from kernels.targets import cpu
+    from kernels.targets.groups import group_bodies
     from kernels.targets.vector import Group
 
-    read = cpu._group_bodies(Group(find(source), "sum", width, align=1))
-    write = cpu._group_bodies(Group(find(target), "sum", width, align=1))
+    read = group_bodies(Group(find(source), "sum", width, align=1), intrinsic)
+    write = group_bodies(Group(find(target), "sum", width, align=1), intrinsic)
     copy_group = bind(elementwise.reduce_group, {**read, "store": write["store"], "load_word": cpu.load_word}, njit)
     sizes = width * find(source).itemsize, width * find(target).itemsize
 

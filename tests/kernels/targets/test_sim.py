@@ -23,22 +23,19 @@ SIMULATED = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}
 pytest.importorskip("numba_cuda", reason="numba-cuda, which brings the simulator, is not installed")
 
 
-def case(
-    program: str, dtype: str, operation: str, count: int, channels: int, lanes: int, **more: Any
-) -> dict[str, Any]:
+def case(program: str, dtype: str, operation: str, count: int, channels: int, lanes: int, **more: Any) -> Any:
+    names = ("program", "dtype", "operation", "count", "channels", "lanes")
     scale = int(np.float64(1.5).view(np.int64))
-    given = {"program": program, "dtype": dtype, "operation": operation, "count": count}
-    return {**given, "channels": channels, "lanes": lanes, "size": 2, "scale": scale, "late": 0, **more}
+    values = (program, dtype, operation, count, channels, lanes)
+    return {"size": 2, "scale": scale, "late": False, "calls": 1, **dict(zip(names, values)), **more}
 
 
 CASES = [
     case("two_shot", "float32", "sum", 4099, 1, 4, late=True),
     case("two_shot", "float16", "premul_sum", 1001, 3, 2),
-    case("two_shot", "float64", "min", 33, 2, 5),
-    case("two_shot", "uint8", "max", 0, 2, 2),
+    case("two_shot", "uint8", "max", 0, 2, 2, calls=3),
     case("chain", "bfloat16", "avg", 2500, 2, 3),
-    case("chain", "int32", "prod", 1, 1, 2),
-    case("chain", "int64", "sum", 700, 3, 1),
+    case("chain", "int64", "min", 300, 1, 2, calls=2),
     case("staged_gather", "float8_e4m3fn", "sum", 5001, 2, 3),
 ]
 
@@ -77,7 +74,8 @@ def test_two_ranks_in_the_simulator_get_what_the_cpu_gets() -> None:
         memory = np.zeros(simulate.CASE_BYTES, np.uint8)
         world, jobs = simulate.world_and_jobs(given, memory, range(2), combine)
         inputs(given, world)
-        assert handmade.run(native.load("execute").call, jobs) == [x.DONE] * (2 * given["channels"])
+        for _ in range(given["calls"]):
+            assert handmade.run(native.load("execute").call, jobs) == [x.DONE] * (2 * given["channels"])
         for one, other in zip(world.outputs, simulated.outputs):
             assert_same(world.at(one, given["count"], find(given["dtype"]).numpy), simulated, other, given)
 
