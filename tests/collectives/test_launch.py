@@ -194,8 +194,8 @@ def hello(comm, word):
     return Word(word * (comm.rank + 1))
 
 def wait(comm):
-    say(os.getpid())
     try:
+        say(os.getpid())
         time.sleep(60)
     except KeyboardInterrupt:
         say("interrupted", comm.rank)
@@ -284,8 +284,7 @@ assert os.environ["MGPU_ADDRESS"].startswith("unix:") and len(os.environ["MGPU_S
 def test_a_module_and_pinned_ranks(tmp_path):
     (tmp_path / "pinned.py").write_text("import os, sys; print(sorted(os.sched_getaffinity(0)), sys.argv[1:])")
     command = [sys.executable, "-c", RUN, "-n", "2", "--pin", "--prefix", "-m", "pinned", "-x"]
-    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     from collectives.threads import pins
 
