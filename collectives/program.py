@@ -196,6 +196,12 @@ class Program:
             state.update(self.encode(rank).astype("<i8").tobytes())
         return state.hexdigest()
 
+    def draw(self) -> str:
+        """A picture in text: what each rank does at each step."""
+        from collectives.inspect import draw
+
+        return draw(self)
+
     def __repr__(self) -> str:
         moves = sum(isinstance(instruction, Move) for body in self.bodies for instruction in body)
         return f"<Program {self.collective} {self.algorithm} size={self.size} {self.memory}: {moves} moves>"
