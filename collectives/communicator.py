@@ -224,18 +224,18 @@ class Communicator:
 
     def send(self, x: Any, dst: int, *, tag: int = 0) -> None:
         """Send an array to rank `dst`. Returns when x may be used again; a message of up to 448 KiB (all its unreceived
-        predecessors counted) does not wait for its receiver."""
-        self._messages([(arrays.contiguous(arrays.view(x, "x")), self._peer(dst), tag)], [])
+        predecessors counted) does not wait for its receiver. Ranks whose sends wait for each other raise
+        CollectiveMismatchError."""
+        self._messages([self._outgoing(x, dst, tag)], [])
 
     def recv(self, out: Any, src: int, *, tag: int = 0) -> Any:
         """Receive into `out` the next array that rank `src` sent with this tag: the same dtype and element count."""
-        self._messages([], [(arrays.view(out, "out", writable=True), self._peer(src), tag)])
+        self._messages([], [self._incoming(out, src, tag)])
         return out
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, tag: int = 0) -> Any:
         """Send x to `dst` and receive `out` from `src` at the same time: no order of ranks can block."""
-        outgoing = (arrays.contiguous(arrays.view(x, "x")), self._peer(dst), tag)
-        self._messages([outgoing], [(arrays.view(out, "out", writable=True), self._peer(src), tag)])
+        self._messages([self._outgoing(x, dst, tag)], [self._incoming(out, src, tag)])
         return out
 
     @contextmanager
@@ -284,6 +284,40 @@ class Communicator:
         """
         view: Array = self._backend.peer_view(arrays.view(x, "x"), self._peer(rank))
         return view
+
+    def put(self, x: Any, symmetric: Array, rank: int) -> None:
+        """Copy `x` into rank `rank`'s array that corresponds to this rank's `symmetric` (or a view of one): the same
+        dtype and element count. That rank knows nothing of it until a `signal`, or another call, says so.
+        """
+        target, source = self.peer(symmetric, rank), arrays.view(x, "x")
+        _check_alike("x", source, "the symmetric array", target)
+        target[...] = source.reshape(target.shape)
+
+    def get(self, symmetric: Array, rank: int, out: Any = None) -> Any:
+        """A copy of rank `rank`'s array that corresponds to this rank's `symmetric`: a new array, or `out`."""
+        source = self.peer(symmetric, rank)
+        if out is None:
+            return source.copy()
+        target = arrays.view(out, "out", writable=True)
+        _check_alike("out", target, "the symmetric array", source)
+        target[...] = source.reshape(target.shape)
+        return out
+
+    def signal(self, rank: int) -> None:
+        """Tell rank `rank` that what this rank has done so far, every `put` too, is done. Does not wait."""
+        with self._lock:
+            self._backend.signal(self._peer(rank))
+
+    def wait_signal(self, rank: int, count: int = 1) -> None:
+        """Wait for the next `count` signals of rank `rank`; what it had done before each is visible then.
+
+        Signals of a rank are counted, and none is lost, whether this rank waits before or after they come.
+        """
+        if count < 0:
+            raise ValueError(f"count {count} is negative")
+        with self._lock:
+            for _ in range(count):
+                self._backend.wait_signal(self._peer(rank))
 
     # Plans and families
 
@@ -532,6 +566,12 @@ class Communicator:
             raise ValueError(f"counts says {given[self.rank]} rows for rank {self.rank}, and {what} has {own}")
         return given
 
+    def _outgoing(self, x: Any, dst: int, tag: int) -> Message:
+        return arrays.contiguous(arrays.view(x, "x")), self._peer(dst), _tag(tag)
+
+    def _incoming(self, out: Any, src: int, tag: int) -> Message:
+        return arrays.view(out, "out", writable=True), self._peer(src), _tag(tag)
+
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} does not exist; this communicator has ranks 0 to {self.size - 1}")
@@ -571,6 +611,17 @@ class _Many:
 
 def _nothing() -> None:
     return None
+
+
+def _tag(tag: int) -> int:
+    if not isinstance(tag, (int, np.integer)) or not -(2**63) <= tag < 2**63:
+        raise ValueError(f"tag {tag!r} is not an integer of 64 bits")
+    return int(tag)
+
+
+def _check_alike(name: str, x: Array, other: str, y: Array) -> None:
+    if (x.dtype, x.size) != (y.dtype, y.size):
+        raise ValueError(f"{name} has {x.size} elements of {x.dtype}, and {other} {y.size} of {y.dtype}")
 
 
 def _lies_where(array: Array, x: Any) -> bool:

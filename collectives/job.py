@@ -24,7 +24,8 @@ class Link:
     """One rank's view of a communicator: whose memory is where. All addresses are this process's.
 
     `scratch`, `boards`: every rank's. `flags_in[q]`: this rank's flag that rank q raises; `flags_out[q]`: rank q's flag
-    that this rank raises. `finished`: where this rank counts the calls that it has ended.
+    that this rank raises. `finished`: where this rank counts the calls that it has ended. `keep`:
+    what must live as long as the link.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Link:
         patience: tuple[int, int],
         channels: int = 1,
         flags_stride: int = 0,
+        keep: object = None,
     ) -> None:
         size = len(scratch)
         tables = [np.array(table, np.int64) for table in (scratch, boards, flags_in, flags_out)]
@@ -59,7 +61,7 @@ class Link:
         self.words[x.LINK_FINISHED] = finished
         self.address = int(self.words.ctypes.data)
         self.rank, self.size, self.slots, self.slot_bytes = rank, size, slots, slot_bytes
-        self._keep = tables
+        self._keep = tables, keep
 
     def cell_bytes(self, program: Program) -> int:
         """Bytes of one cell of a scratch slot."""

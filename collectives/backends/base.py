@@ -53,6 +53,14 @@ class Backend(ABC):
         """The array of `rank` that corresponds to this rank's symmetric `array`."""
 
     @abstractmethod
+    def signal(self, rank: int) -> None:
+        """Let `rank` know that all this rank has done so far is done."""
+
+    @abstractmethod
+    def wait_signal(self, rank: int) -> None:
+        """Return when `rank` has signalled once more; what it did before is visible then."""
+
+    @abstractmethod
     def split(self, color: int | None, key: int) -> Backend | None:
         """An engine for the ranks of the same color, in the order of (key, rank); None for color None."""
 

@@ -28,6 +28,7 @@ from collectives.job import Job, Link
 from collectives.memory import Heap
 from collectives.progress import Progress, Queued
 from collectives.region import CLOSED, FAILED, Region, region_bytes
+from collectives.signals import Signals
 from collectives.stream import Streams
 from collectives.watch import Watch
 from kernels import native
@@ -83,6 +84,7 @@ class Shm(Backend):
         self._unusual = False  # failed, closed or with a queue: a call has more to look at
         self._splits = 0
         host.engines.add(self)
+        self._signals = Signals(self)
         self._streams = Streams(self, [segment.address + mail for segment in self._segments], mail)
 
     # Calls
@@ -303,15 +305,16 @@ class Shm(Backend):
         return array
 
     def peer_view(self, array: Array, rank: int) -> Array:
-        first, last = byte_bounds(array)
+        self._check_usable()
+        start = array.__array_interface__["data"][0]
+        first, last = byte_bounds(array) if array.size else (start, start)
         offset = self.host.own.owner(first, last - first)
         if offset is None:
             raise ValueError(
                 "only symmetric memory has a peer's view; allocate the array with comm.empty or comm.zeros"
             )
         data = self._segments[rank].view(offset, last - first)
-        start = array.__array_interface__["data"][0] - first
-        return np.ndarray(array.shape, array.dtype, data, start, array.strides)
+        return np.ndarray(array.shape, array.dtype, data, start - first, array.strides)
 
     def _agree(self, what: str, payload: object) -> list[Any]:
         """Every rank's payload, by rank, through JSON. Raises CollectiveMismatchError if not all are in call `what`."""
@@ -341,6 +344,18 @@ class Shm(Backend):
         self._check_usable()
         try:
             self._streams.exchange(sends, receives)
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def signal(self, rank: int) -> None:
+        self._check_usable()
+        self._signals.send(rank)
+
+    def wait_signal(self, rank: int) -> None:
+        self._check_usable()
+        try:
+            self._signals.wait(rank)
         except BaseException as error:
             self.fail(error)
             raise

@@ -1,0 +1,331 @@
+"""Messages between two ranks: any size, dtype, order and tag; no order of ranks blocks inside a group; and ranks that
+do block each other are told."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from expected import exact_data, same_bits
+from survivors import SOON
+
+import collectives
+from collectives import CollectiveError, CollectiveMismatchError, Communicator
+from collectives.stream import EAGER_BYTES, SLOT_BYTES
+from kernels.dtypes import DTYPES
+
+SIZES = (
+    0,
+    1,
+    7,
+    SLOT_BYTES // 8 - 1,
+    SLOT_BYTES // 8,
+    SLOT_BYTES // 8 + 1,
+    EAGER_BYTES // 8,
+    EAGER_BYTES // 8 + 1,
+    300_007,
+)
+
+
+def data(key: int, count: int, dtype: Any = np.float64) -> np.ndarray:
+    return exact_data([key], 0, (count,), np.dtype(dtype).name)
+
+
+def every_size_and_dtype(comm: Communicator) -> list[str]:
+    wrong = []
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for number, (dtype, count) in enumerate(
+        [(d, n) for d in DTYPES for n in (0, 1, 9, 20_011)] + [(DTYPES[0], n) for n in SIZES]
+    ):
+        sent = exact_data([number], comm.rank, (count,), dtype.name)
+        wanted = exact_data([number], left, (count,), dtype.name)
+        out = np.empty_like(sent)
+        if comm.sendrecv(sent, right, out, left, tag=number % 3) is not out or not same_bits(out, wanted):
+            wrong.append(f"sendrecv of {count} {dtype.name}")
+        out = np.empty_like(sent)
+        if comm.rank % 2:
+            comm.recv(out, left)
+        comm.send(sent, right)
+        if comm.rank % 2 == 0:
+            comm.recv(out, left)
+        if not same_bits(out, wanted):
+            wrong.append(f"send and recv of {count} {dtype.name}")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_size_and_dtype(size: int) -> None:
+    assert collectives.spawn(every_size_and_dtype, size) == [[]] * size
+
+
+def in_shapes(comm: Communicator) -> list[str]:
+    """Arrays of any shape and layout may be sent; what is received into must be contiguous."""
+    told = []
+    x = np.arange(24.0).reshape(4, 6)
+    if comm.rank == 0:
+        for each in (
+            x[:, ::2],
+            x.T,
+            x[::-1],
+            x[1:3],
+            np.asfortranarray(x),
+            np.broadcast_to(np.float64(5), (12,)),
+            x[0, 0],
+        ):
+            comm.send(each, 1)
+        frozen = x.copy()
+        frozen.flags.writeable = False
+        comm.send(frozen, 1)
+    else:
+        for each in (x[:, ::2], x.T, x[::-1], x[1:3], x, np.full(12, 5.0), x[0, 0]):
+            out = np.empty(each.size).reshape(each.shape)
+            if not same_bits(comm.recv(out, 0), np.asarray(each)):
+                told.append(f"{each.shape}, {each.strides}")
+        comm.recv(np.empty(24), 0)
+        for bad in (x[:, ::2], x.T):
+            try:
+                comm.recv(bad, 0)
+                told.append("no error")
+            except ValueError as error:
+                assert "C-contiguous" in str(error)
+    return told
+
+
+def test_shapes_and_layouts() -> None:
+    assert collectives.spawn(in_shapes, 2) == [[], []]
+
+
+def with_tags(comm: Communicator) -> list[float]:
+    """Tags are received in any order; messages of one tag in theirs."""
+    if comm.rank == 0:
+        for tag in (5, 3, 5, 0, -1, 2**40):
+            comm.send(np.array([float(tag)] * 1000), 1, tag=tag)
+        comm.send(np.array([55.0] * 1000), 1, tag=5)
+        return []
+    out = np.empty(1000)
+    return [float(comm.recv(out, 0, tag=tag)[999]) for tag in (2**40, 0, 5, 3, 5, -1, 5)]
+
+
+def test_tags_out_of_order() -> None:
+    assert collectives.spawn(with_tags, 2)[1] == [2.0**40, 0.0, 5.0, 3.0, 5.0, -1.0, 55.0]
+
+
+def eagerly(comm: Communicator) -> tuple[float, float]:
+    """Up to the limit a send does not wait for its receiver, above it does."""
+    seconds = []
+    for nbytes in (EAGER_BYTES, EAGER_BYTES + SLOT_BYTES + 1):
+        comm.barrier()
+        began = time.monotonic()
+        if comm.rank == 0:
+            comm.send(np.zeros(nbytes, np.uint8), 1)
+            seconds.append(time.monotonic() - began)
+        else:
+            time.sleep(0.5)
+            comm.recv(np.empty(nbytes, np.uint8), 0)
+    return tuple(seconds)  # type: ignore[return-value]
+
+
+def test_the_eager_limit() -> None:
+    small, large = collectives.spawn(eagerly, 2)[0]
+    assert small < 0.4 < large
+
+
+def many_unreceived(comm: Communicator) -> bool:
+    """The limit counts what has not been received yet; all of it arrives."""
+    if comm.rank == 0:
+        for i in range(300):
+            comm.send(np.full(1000, i, np.int32), 1, tag=i % 2)
+        return True
+    time.sleep(0.2)
+    out = np.empty(1000, np.int32)
+    odd = [comm.recv(out, 0, tag=1)[0] for _ in range(150)]
+    even = [comm.recv(out, 0, tag=0)[0] for _ in range(150)]
+    return odd == list(range(1, 300, 2)) and even == list(range(0, 300, 2))
+
+
+def test_many_unreceived_messages() -> None:
+    assert collectives.spawn(many_unreceived, 2) == [True, True]
+
+
+def to_oneself(comm: Communicator) -> list[Any]:
+    x = np.arange(3.0)
+    comm.send(x, comm.rank, tag=1)
+    x[:] = -1  # it may be used again at once
+    comm.send(x, comm.rank, tag=2)
+    second, first = np.empty(3), np.empty(3)
+    comm.recv(second, comm.rank, tag=2)
+    comm.recv(first, comm.rank, tag=1)
+    both = np.empty(2)
+    with comm.group():
+        comm.recv(both, comm.rank)
+        comm.send(np.array([7.0, 8.0]), comm.rank)
+    return [first.tolist(), second.tolist(), both.tolist()]
+
+
+def test_to_oneself() -> None:
+    assert collectives.spawn(to_oneself, 2) == [[[0.0, 1.0, 2.0], [-1.0, -1.0, -1.0], [7.0, 8.0]]] * 2
+
+
+def in_groups(comm: Communicator, seed: int) -> list[str]:
+    """Everybody to everybody, in an order that each rank draws for itself, small and large, several per pair."""
+    wrong = []
+    order = random.Random(seed * 100 + comm.rank)
+    for turn in range(4):
+        counts = [1, 20_001, 100_003][: 3 if turn == 0 else 2]
+        jobs = [(peer, i, way) for peer in range(comm.size) for i in range(len(counts)) for way in ("send", "recv")]
+        shuffled = sorted(jobs, key=lambda _: order.random())
+        outs = {}
+        with comm.group():
+            for peer, i, way in shuffled:
+                if way == "send":
+                    comm.send(data(1000 * comm.rank + 100 * peer + i, counts[i]), peer, tag=i)
+                else:
+                    outs[peer, i] = np.empty(counts[i])
+                    comm.recv(outs[peer, i], peer, tag=i)
+        for (peer, i), out in outs.items():
+            if not same_bits(out, data(1000 * peer + 100 * comm.rank + i, counts[i])):
+                wrong.append(f"turn {turn}: message {i} of {peer} to {comm.rank}")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_groups_in_any_order(size: int) -> None:
+    assert collectives.spawn(in_groups, size, (size,)) == [[]] * size
+
+
+def around_a_ring(comm: Communicator) -> float:
+    """Large messages both ways at once, among collectives."""
+    x = np.full(500_001, float(comm.rank))
+    for _ in range(3):
+        out = np.empty_like(x)
+        comm.sendrecv(x, (comm.rank + 1) % comm.size, out, (comm.rank - 1) % comm.size)
+        comm.all_reduce(out, "max")
+        x = out
+    return float(x[-1])
+
+
+def test_large_messages_around_a_ring() -> None:
+    assert collectives.spawn(around_a_ring, 3) == [0.0, 1.0, 2.0]
+
+
+def misused(comm: Communicator) -> list[str]:
+    told = []
+
+    def nested() -> None:
+        with comm.group(), comm.group():
+            pass
+
+    for call in (
+        lambda: comm.send(np.ones(1), 5),
+        lambda: comm.recv(np.ones(1), -1),
+        lambda: comm.send([1.0], 0),
+        lambda: comm.send(np.ones(1), 0, tag="x"),  # type: ignore[arg-type]
+        nested,
+    ):
+        try:
+            call()
+            told.append("no error")
+        except (ValueError, TypeError, CollectiveError) as error:
+            told.append(str(error))
+    try:
+        with comm.group():
+            comm.send(np.ones(1), 0, tag=77)
+            raise KeyError("changed my mind")
+    except KeyError:
+        pass
+    comm.send(np.full(1, 3.0), comm.rank, tag=77)
+    told.append(str(comm.recv(np.empty(1), comm.rank, tag=77)[0]))
+    return told
+
+
+def test_misuse() -> None:
+    (told,) = collectives.spawn(misused, 1)
+    assert told[0] == "rank 5 does not exist; this communicator has ranks 0 to 0"
+    assert told[1] == "rank -1 does not exist; this communicator has ranks 0 to 0"
+    assert "x is a list; expected an array" in told[2]
+    assert "tag" in told[3]
+    assert "groups do not nest" in told[4]
+    assert told[5] == "3.0"  # what an error left out of a group was not sent
+
+
+def unlike(comm: Communicator, what: str) -> str:
+    try:
+        if comm.rank == 0:
+            comm.send(np.ones(4, np.float32 if what == "dtype" else np.float64), 1)
+        else:
+            comm.recv(np.empty(5 if what == "count" else 4), 0)
+        comm.barrier()
+    except CollectiveMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("what", ["count", "dtype"])
+def test_messages_unlike_what_is_expected(what: str) -> None:
+    for told in collectives.spawn(unlike, 2, (what,)):
+        assert "rank 0 sent 4 elements of float" in told and "receives them into" in told
+
+
+# Ranks that block each other
+
+
+def circle(comm: Communicator, kind: str) -> tuple[str, float]:
+    large, out = np.ones(EAGER_BYTES // 4), np.empty(10)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.barrier()
+    began = time.monotonic()
+    try:
+        if kind == "sends":
+            comm.send(large, right)
+        elif kind == "receives":
+            comm.recv(out, left)
+        elif kind == "a receive and a collective":
+            comm.recv(out, left) if comm.rank == 0 else comm.all_reduce(out)
+        elif kind == "a send and a collective":
+            comm.send(large, right) if comm.rank == 0 else comm.barrier()
+        return "no error", 0.0
+    except CollectiveError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["sends", "receives", "a receive and a collective", "a send and a collective"])
+def test_ranks_that_wait_for_each_other(kind: str, size: int) -> None:
+    found = collectives.spawn(circle, size, (kind,))
+    for told, seconds in found:
+        assert told.startswith("CollectiveMismatchError"), told
+        assert "wait for each other in a circle" in told
+        assert ("use sendrecv" in told) == ("send" in kind)
+        assert seconds < SOON
+    print(f"told after {max(seconds for _, seconds in found):.2f} s")
+
+
+def innocent(comm: Communicator) -> float:
+    """Long waits that look like circles, and are none: somebody is only late."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    large, out = np.full(EAGER_BYTES // 4, 1.0), np.empty(EAGER_BYTES // 4)
+    total = 0.0
+    for turn in range(6):
+        late = turn % comm.size == comm.rank
+        if late:
+            time.sleep(0.6)
+        if comm.rank % 2 == 0:
+            comm.send(large, right)
+            comm.recv(out, left)
+        else:
+            comm.recv(out, left)
+            comm.send(large, right)
+        total += float(out.sum()) / out.size
+        work = comm.all_reduce(out, "max", async_op=True)
+        if late:
+            time.sleep(0.4)
+        comm.sendrecv(large, right, out, left)
+        work.wait()
+    return total
+
+
+def test_waiting_long_is_no_circle() -> None:
+    assert collectives.spawn(innocent, 2) == [6.0, 6.0]
