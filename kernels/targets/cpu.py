@@ -17,6 +17,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.datamodel import PrimitiveModel
 from numba.core.extending import intrinsic, register_model
+from numba.core.registry import cpu_target
 
 from kernels import elementwise, executor, progress
 from kernels.dtypes import DType, find
@@ -216,6 +217,11 @@ def _constant(value: int) -> Any:
     return constant
 
 
+def _converts_float16() -> bool:
+    """Whether this processor does; LLVM would call a library for it that is not there."""
+    return platform.machine() != "x86_64" or "+f16c" in cpu_target.target_context.codegen()._tm_features
+
+
 def _reduction(dtype: DType, operation: str) -> dict[str, Any]:
     """The primitives of `elementwise.reduce` for one dtype and operation."""
     accumulator = 4 if dtype.accumulator == "float32" else dtype.itemsize
@@ -228,7 +234,7 @@ def _reduction(dtype: DType, operation: str) -> dict[str, Any]:
         "few": _constant(widths["reduce_few"]),
     }
     for name, width in widths.items():
-        group = group_bodies(Group(dtype, operation, width, align=1), intrinsic)
+        group = group_bodies(Group(dtype, operation, width, align=1, half=_converts_float16()), intrinsic)
         bodies[name] = bind(elementwise.reduce_group, {**group, "load_word": load_word}, _jit)
     return bodies
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -15,6 +16,22 @@ from kernels.dtypes import DType
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _FLOATS = {2: ir.HalfType(), 4: ir.FloatType(), 8: ir.DoubleType()}
+
+
+class _Format(NamedTuple):
+    """A small float: its bits of fraction, its exponent's bias, its first pattern that is no number, and its NaN."""
+
+    fraction: int
+    bias: int
+    special: int
+    nan: int
+
+
+_FORMATS = {
+    "float16": _Format(10, 15, 0x7C00, 0x7E00),
+    "float8_e5m2": _Format(2, 15, 0x7C, 0x7E),
+    "float8_e4m3fn": _Format(3, 7, 0x7F, 0x7F),
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Group:
     width: int
     align: int  # bytes that an address is known to be a multiple of
     pieces: int = 1  # in memory the group lies in this many equal pieces
+    half: bool = True  # whether the processor converts float16
 
     @property
     def floating(self) -> bool:
@@ -108,37 +126,37 @@ class Group:
         name = self.dtype.name
         if self.dtype.accumulator == name:
             return bits
-        i16, i32, f32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
-        if name == "float16":
+        i16, f32 = ir.IntType(16), ir.FloatType()
+        if name == "float16" and self.half:
             return b.fpext(b.bitcast(bits, self._vector(ir.HalfType())), self._vector(f32))
-        if name == "bfloat16":
-            wide = b.shl(b.zext(bits, self._vector(i32)), self._all(i32, 16))
-            return b.bitcast(wide, self._vector(f32))
-        if name == "float8_e5m2":  # the upper byte of a float16
+        if name == "float8_e5m2" and self.half:  # the upper byte of a float16
             half = b.shl(b.zext(bits, self._vector(i16)), self._all(i16, 8))
             return b.fpext(b.bitcast(half, self._vector(ir.HalfType())), self._vector(f32))
-        # float8_e4m3fn: exponent and fraction put where float32 has them, then the exponent's bias corrected.
-        wide = b.zext(bits, self._vector(i32))
-        magnitude = b.and_(wide, self._all(i32, 0x7F))
-        value = b.bitcast(b.shl(magnitude, self._all(i32, 20)), self._vector(f32))
-        value = b.fmul(value, self._all(f32, 2.0**120))
-        sign = b.shl(b.and_(wide, self._all(i32, 0x80)), self._all(i32, 24))
-        number = b.or_(b.bitcast(value, self._vector(i32)), sign)
-        nan = b.icmp_unsigned("==", magnitude, self._all(i32, 0x7F))
-        number = b.select(nan, b.or_(sign, self._all(i32, 0x7FC00000)), number)
-        return b.bitcast(number, self._vector(f32))
+        if name == "bfloat16":
+            return b.bitcast(b.shl(b.zext(bits, self._vector(_I32)), self._all(_I32, 16)), self._vector(f32))
+        return self._widen_bits(b, bits, _FORMATS[name])
+
+    def _widen_bits(self, b: ir.IRBuilder, bits: ir.Value, format: _Format) -> ir.Value:
+        """Exponent and fraction put where float32 has them, then the exponent's bias corrected."""
+        floats, top = self._vector(ir.FloatType()), 1 << (8 * self.bytes - 1)
+        wide = b.zext(bits, self._vector(_I32))
+        magnitude = b.and_(wide, self._all(_I32, top - 1))
+        moved = b.shl(magnitude, self._all(_I32, 23 - format.fraction))
+        value = b.fmul(b.bitcast(moved, floats), self._all(ir.FloatType(), 2.0 ** (127 - format.bias)))
+        special = b.icmp_unsigned(">=", magnitude, self._all(_I32, format.special))
+        number = b.select(special, b.or_(moved, self._all(_I32, 0x7F800000)), b.bitcast(value, self._vector(_I32)))
+        sign = b.shl(b.and_(wide, self._all(_I32, top)), self._all(_I32, 32 - 8 * self.bytes))
+        return b.bitcast(b.or_(number, sign), floats)
 
     def _round(self, b: ir.IRBuilder, group: ir.Value) -> ir.Value:
         name = self.dtype.name
         if self.dtype.accumulator == name:
             return group
-        if name == "float16":
+        if name == "float16" and self.half:
             return b.bitcast(b.fptrunc(group, self._vector(ir.HalfType())), self.stored)
         if name == "bfloat16":
             return self._round_bfloat16(b, group)
-        if name == "float8_e5m2":
-            return self._round_float8(b, group, fraction=2, bias=15, overflow=0x7C, nan=0x7E)
-        return self._round_float8(b, group, fraction=3, bias=7, overflow=0x7F, nan=0x7F)
+        return self._round_bits(b, group, _FORMATS[name])
 
     def _round_bfloat16(self, b: ir.IRBuilder, group: ir.Value) -> ir.Value:
         i16, i32 = ir.IntType(16), ir.IntType(32)
@@ -149,29 +167,27 @@ class Group:
         quiet = b.or_(upper, self._all(i32, 0x40))
         return b.trunc(b.select(nan, quiet, b.lshr(rounded, self._all(i32, 16))), self._vector(i16))
 
-    def _round_float8(
-        self, b: ir.IRBuilder, group: ir.Value, fraction: int, bias: int, overflow: int, nan: int
-    ) -> ir.Value:
-        """As ml_dtypes does: what would round to more than the largest number becomes `overflow`, infinity or NaN."""
-        i8, i32, f32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
-        ints, floats = self._vector(i32), self._vector(f32)
+    def _round_bits(self, b: ir.IRBuilder, group: ir.Value, format: _Format) -> ir.Value:
+        """As ml_dtypes does: what would round to more than the largest number becomes infinity, or NaN without one."""
+        floats, ints = self._vector(ir.FloatType()), self._vector(_I32)
         bits = b.bitcast(group, ints)
-        magnitude = b.and_(bits, self._all(i32, 0x7FFFFFFF))
+        magnitude = b.and_(bits, self._all(_I32, 0x7FFFFFFF))
         size = b.bitcast(magnitude, floats)
-        drop = 23 - fraction
-        odd = b.and_(b.lshr(magnitude, self._all(i32, drop)), self._all(i32, 1))
-        normal = b.add(magnitude, b.add(self._all(i32, (1 << (drop - 1)) - 1), odd))
-        normal = b.sub(b.lshr(normal, self._all(i32, drop)), self._all(i32, (127 - bias) << fraction))
+        drop = 23 - format.fraction
+        odd = b.and_(b.lshr(magnitude, self._all(_I32, drop)), self._all(_I32, 1))
+        normal = b.add(magnitude, b.add(self._all(_I32, (1 << (drop - 1)) - 1), odd))
+        normal = b.sub(b.lshr(normal, self._all(_I32, drop)), self._all(_I32, (127 - format.bias) << format.fraction))
         # Below the smallest normal number, float32's own addition rounds at the last place of this constant.
-        anchor = self._all(f32, 2.0 ** (1 - bias - fraction + 23))
+        anchor = self._all(ir.FloatType(), 2.0 ** (1 - format.bias + drop))
         tiny = b.sub(b.bitcast(b.fadd(size, anchor), ints), b.bitcast(anchor, ints))
-        small = b.fcmp_ordered("<", size, self._all(f32, 2.0 ** (1 - bias)))
+        small = b.fcmp_ordered("<", size, self._all(ir.FloatType(), 2.0 ** (1 - format.bias)))
         result = b.select(small, tiny, normal)
-        limit = self._all(i32, overflow)
+        limit = self._all(_I32, format.special)
         result = b.select(b.icmp_signed(">", result, limit), limit, result)
-        result = b.select(b.fcmp_unordered("uno", group, group), self._all(i32, nan), result)
-        sign = b.and_(b.lshr(bits, self._all(i32, 24)), self._all(i32, 0x80))
-        return b.trunc(b.or_(result, sign), self._vector(i8))
+        result = b.select(b.fcmp_unordered("uno", group, group), self._all(_I32, format.nan), result)
+        width = 8 * self.bytes
+        sign = b.and_(b.lshr(bits, self._all(_I32, 32 - width)), self._all(_I32, 1 << (width - 1)))
+        return b.trunc(b.or_(result, sign), self.stored)
 
     # Arithmetic
 
