@@ -27,6 +27,8 @@ class Buffer(IntEnum):
     OUTPUT = 1
     SCRATCH = 2
 
+    __hash__ = int.__hash__  # places are looked up by the ten thousand, and an Enum's own hash is slow
+
 
 class Ref(NamedTuple):
     """A place in some rank's memory: a chunk's place (its number) in INPUT or OUTPUT, or a cell of SCRATCH."""
