@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from collectives.channel import (
@@ -88,8 +88,8 @@ class Door:
         star.fail(error)
         star.close()
 
-    def _arrivals(self, until: float) -> list[tuple[Introduction, Channel]]:
-        """Those who have proven themselves now; [] now and then, when something else has happened."""
+    def _arrivals(self, until: float) -> Iterator[tuple[Introduction, Channel]]:
+        """Those who have proven themselves now; nobody, now and then, when something else has happened."""
         now = time.monotonic()
         for visitor in list(self.visitors.values()):
             if visitor.since + _HANDSHAKE < now:
@@ -98,10 +98,12 @@ class Door:
         sockets = [self.listener, *(visitor.socket for visitor in self.visitors.values())]
         waiting = [] if self.star.error else self.star.channels.values()
         ready = wait_for([*sockets, *waiting], min(until, expiry))
-        heard = [self._hear(self.visitors[descriptor]) for descriptor in ready if descriptor in self.visitors]
+        visitors = [self.visitors[descriptor] for descriptor in ready if descriptor in self.visitors]
         if self.listener.fileno() in ready:
             self._accept()
-        return [arrival for arrival in heard if arrival]
+        for visitor in visitors:
+            if visitor.socket.fileno() >= 0 and (arrival := self._hear(visitor)):  # not shown out to make room just now
+                yield arrival
 
     def _accept(self) -> None:
         for _ in range(16):  # then those who wait inside have their turn
