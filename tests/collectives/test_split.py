@@ -190,7 +190,7 @@ def test_failed_ones_give_way_too() -> None:
 
 
 def parents_array(comm: Communicator) -> list[float]:
-    """Symmetric memory of one communicator is ordinary memory to another; a peer's view counts ranks as that one does."""
+    """Symmetric memory of one communicator is ordinary memory to another, whose ranks its views count."""
     x = comm.zeros(1000)
     x[:] = comm.rank
     child = comm.split(comm.rank // 2)
