@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -30,8 +31,10 @@ def nothing_left_behind() -> Iterator[None]:
 
 def children() -> set[int]:
     """This process's living children, but for multiprocessing's own servants, which last as long as it does."""
-    lists = [path.read_text() for path in Path("/proc/self/task").glob("*/children")]
-    pids = {int(pid) for pids in lists for pid in pids.split()}
+    pids: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            pids.update(map(int, path.read_text().split()))
     return {pid for pid in pids if (line := command_line(pid)) and "multiprocessing.resource_tracker" not in line}
 
 
