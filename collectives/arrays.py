@@ -17,6 +17,7 @@ from kernels import dtypes, native
 
 Array = npt.NDArray[Any]
 _address_of = native.address_function()
+plain_address = native.address_function(plain=True)  # raises ValueError or BufferError if not C-contiguous and writable
 
 
 def view(x: Any, role: str = "the array", writable: bool = False) -> Array:
@@ -33,7 +34,7 @@ def view(x: Any, role: str = "the array", writable: bool = False) -> Array:
     if writable:
         if not array.flags.writeable:
             raise ValueError(f"{role} is read-only, and would have to be written to; pass a writable copy")
-        if not is_plain(array):
+        if not array.flags.carray:
             raise ValueError(
                 f"{role} (shape {array.shape}, strides {array.strides} bytes) is not C-contiguous and aligned, and "
                 f"would have to be written to; pass a contiguous array and copy it back"
@@ -64,11 +65,6 @@ def address(array: Array) -> int:
         return _address_of(array)
     except (ValueError, BufferError):  # a dtype that has no buffer format
         return int(array.__array_interface__["data"][0])
-
-
-def is_plain(array: Array) -> bool:
-    """Whether the array can be read and written as it lies: C-contiguous, aligned and writable."""
-    return array.flags.carray
 
 
 def contiguous(array: Array) -> Array:

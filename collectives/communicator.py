@@ -77,7 +77,8 @@ class Communicator:
         self.rank = backend.rank
         self.size = backend.size
         self._lock = threading.RLock()
-        self._known: dict[tuple[np.dtype[Any], int, Op, str | None], Call] = {}  # all_reduce's calls so far
+        self._plans: dict[tuple[Any, ...], Callable[[], None]] = {}  # of all_reduce in place, by address and terms
+        self._seen: set[tuple[Any, ...]] = set()
         self._group: tuple[list[Message], list[Message]] | None = None
         self._finalizer = weakref.finalize(self, backend.close)  # for whoever drops it without closing it
         _alive.add(self)
@@ -109,11 +110,14 @@ class Communicator:
         and a list comes back (`out`: the same list, to reduce in place, or None).
         """
         if out is x and type(x) is np.ndarray and not async_op:
-            # The way of most calls, short: in place, with terms that were checked before.
-            call = self._known.get((x.dtype, x.size, op, algorithm))
-            if call is not None and arrays.is_plain(x):
+            # The way of most calls, short: in place, at an address where the same call was made before.
+            try:
+                run = self._plans[arrays.plain_address(x), x.size, x.dtype, op, algorithm]
+            except (KeyError, ValueError, BufferError):
+                self._remember(x, op, algorithm)
+            else:
                 with self._lock:
-                    self._backend.run(call, x, x)
+                    run()
                 return x
         if isinstance(x, (list, tuple)):
             return self._all_reduce_list(x, op, out, algorithm, async_op)
@@ -339,6 +343,7 @@ class Communicator:
                 )
             run = self._backend.plan(prepared.call, prepared.source, prepared.target)
         run.out = prepared.result()  # type: ignore[attr-defined]
+        run.arrays = prepared.source, prepared.target  # type: ignore[attr-defined]  # which it keeps alive
         run.communicator = self  # type: ignore[attr-defined]  # which lives as long as its plans
         return run
 
@@ -370,9 +375,22 @@ class Communicator:
     def _all_reduce(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: str | None = None) -> Prepared:
         source = arrays.view(x, "x")
         target, result = self._target(x, out, source.shape, source.dtype)
-        prepared = self._prepared("all_reduce", source, target, result, source.size, op=op, algorithm=algorithm)
-        self._known[source.dtype, source.size, op, algorithm] = prepared.call
-        return prepared
+        return self._prepared("all_reduce", source, target, result, source.size, op=op, algorithm=algorithm)
+
+    def _remember(self, x: Array, op: Op, algorithm: str | None) -> None:
+        """Plan an all-reduce in place that is made for the second time at this address, for those that follow."""
+        try:
+            key = arrays.plain_address(x), x.size, x.dtype, op, algorithm
+        except (ValueError, BufferError):
+            return
+        if key not in self._seen:
+            self._seen.add(key)
+            return
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+            self._seen.clear()
+        prepared = self._all_reduce(x, op, out=x, algorithm=algorithm)
+        self._plans[key] = self._backend.plan(prepared.call, x, x)
 
     def _reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None, **terms: Any) -> Prepared:
         source = arrays.view(x, "x")
@@ -641,6 +659,7 @@ def _reduction(op: Op, dtype: DType) -> tuple[str, int]:
     return name, scale
 
 
+_MOST_PLANS = 1024
 _PLANNABLE = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier",
 )  # fmt: skip

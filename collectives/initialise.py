@@ -25,10 +25,10 @@ def init(
 ) -> Communicator:
     """The communicator of all ranks of this job; every rank calls it once.
 
-    Under `mgpu run`, torchrun, mpirun or srun it needs no arguments; without a launcher there is one rank. Or give rank,
-    size and address ("unix:NAME" on one host, "HOST:PORT" of rank 0). `timeout`, in seconds, is the deadline of this
-    and of every later call. Also gives this process's thread pools (BLAS, OpenMP, Numba) their share of the host's cores,
-    unless OMP_NUM_THREADS is set.
+    Under `mgpu run`, torchrun, mpirun or srun it needs no arguments; without a launcher there is one rank. Or give
+    rank, size and address ("unix:NAME" on one host, "HOST:PORT" of rank 0). `timeout`, in seconds, is the deadline of
+    this and of every later call. Also gives this process's thread pools (BLAS, OpenMP, Numba) their share of the host's
+    cores, unless OMP_NUM_THREADS is set.
 
     backend: "shm", processes on one host that share memory; "auto" chooses it.
 

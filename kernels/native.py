@@ -76,14 +76,14 @@ def load(name: str) -> Native:
     return _link(name, code)
 
 
-# METH_O: the address of a contiguous array's data, through the buffer protocol; an error if it is not contiguous.
+# METH_O: the address of an array's data, through the buffer protocol, which checks what the flags demand.
 _ADDRESS = """
 declare i32 @PyObject_GetBuffer(ptr, ptr, i32)
 declare void @PyBuffer_Release(ptr)
 declare ptr @PyLong_FromLongLong(i64)
 define ptr @python(ptr %self, ptr %array) {
   %buffer = alloca [12 x i64]
-  %status = call i32 @PyObject_GetBuffer(ptr %array, ptr %buffer, i32 0)
+  %status = call i32 @PyObject_GetBuffer(ptr %array, ptr %buffer, i32 FLAGS)
   %good = icmp eq i32 %status, 0
   br i1 %good, label %read, label %fail
 fail:
@@ -97,14 +97,18 @@ read:
 """
 
 
+_WRITABLE, _C_CONTIGUOUS = 0x01, 0x38  # PyBUF flags; without any, the array must be contiguous in C or Fortran order
+
+
 @cache
-def address_function() -> Callable[[Any], int]:
+def address_function(plain: bool = False) -> Callable[[Any], int]:
     """A function from a contiguous array to the address of its data: several times as fast as NumPy's and ctypes' ways.
 
-    It raises BufferError or ValueError for an array that is not contiguous, or whose dtype has no buffer format.
+    It raises BufferError or ValueError for an array that is not contiguous, or whose dtype has no buffer format;
+    if `plain`, also for one that is read-only or not in C order.
     """
-    engine = _new_engine(_ADDRESS)
-    return _function("address", engine, _METH_O)
+    flags = _WRITABLE | _C_CONTIGUOUS if plain else 0
+    return _function("address", _new_engine(_ADDRESS.replace("FLAGS", str(flags))), _METH_O)
 
 
 def _read(path: Path) -> bytes | None:

@@ -38,7 +38,7 @@ class Backend(ABC):
 
     @abstractmethod
     def plan(self, call: Call, source: Any, target: Any) -> Callable[[], None]:
-        """A function that makes this very call, with these arrays, each time it is called."""
+        """A function that makes this very call each time it is called, with these arrays, which the caller keeps."""
 
     @abstractmethod
     def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:

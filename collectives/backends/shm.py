@@ -122,11 +122,11 @@ class Shm(Backend):
         job.inputs[self.rank], job.outputs[self.rank] = start, end
         execute, place = self._execute, job.address
 
-        def run(keep: object = (source, target)) -> None:
+        def run() -> None:
             if self._unusual:
                 self._check_usable()
                 if self._progress is not None and self._progress.busy:
-                    self._progress.submit(Queued(call, job, keep), lambda: None).wait()
+                    self._progress.submit(Queued(call, job, ()), lambda: None).wait()
                     return
             try:
                 if status := execute(place, 0, 1, 0, 1):
