@@ -1,7 +1,7 @@
 # From a clean clone, with nothing but Python and make:
 #   make train    two or more ranks train a network on real images
 #   make test     lint, types and tests; no GPU needed
-# Also: make lint, make bench, make clean. ARGS adds arguments (make train ARGS="-n 4"), PYTHON names the interpreter.
+# Also: make test-all (with the long tests), make lint, make bench, make clean. ARGS adds arguments (make train ARGS="-n 4"), PYTHON names the interpreter.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,6 +13,9 @@ train: .venv/base.stamp
 	$(BIN)/mgpu train image-classification $(ARGS)
 
 test: lint
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+test-all: lint
 	$(BIN)/pytest $(ARGS)
 
 lint: .venv/dev.stamp
@@ -41,4 +44,4 @@ clean:
 	    "Pip said: $$(grep -m 1 -o 'ERROR:.*' .venv/pip.log)" >&2; exit 1; }
 	@touch .venv/base.stamp $@
 
-.PHONY: help train test lint bench clean
+.PHONY: help train test test-all lint bench clean

@@ -24,8 +24,8 @@ def peers_views(comm: Communicator) -> list[Any]:
     wrong = [
         where
         for where, index in {
-            "all": (...,), "a row": (3,), "one": (2, 5, ...), "columns": (slice(None), slice(1, 8, 3)), "none": (slice(0),),
-            "backwards": (slice(None, None, -2),), "a block": (slice(2, 5), slice(3, 6)),
+            "all": (...,), "a row": (3,), "one": (2, 5, ...), "columns": (slice(None), slice(1, 8, 3)),
+            "none": (slice(0),), "backwards": (slice(None, None, -2),), "a block": (slice(2, 5), slice(3, 6)),
         }.items()
         if not same_bits(comm.peer(x[index], peer), wanted[index]) or comm.peer(x[index], peer).shape != x[index].shape
     ]  # fmt: skip
