@@ -13,10 +13,10 @@ train: .venv/base.stamp
 	$(BIN)/mgpu train image-classification $(ARGS)
 
 test: lint
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/pytest -m "not slow" -n 3 --dist loadfile $(ARGS)
 
 test-all: lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check
