@@ -103,10 +103,54 @@ class SGD(Optimizer):
             state.get("momentum"),
             lr=self.lr,
             momentum=self.momentum,
-            dampening=self.dampening,
+            fresh=1.0 if self.steps == 1 else 1 - self.dampening,
             weight_decay=self.weight_decay,
             nesterov=self.nesterov,
-            first=self.steps == 1,
+        )
+
+
+class LARS(Optimizer):
+    """SGD with momentum and a rate for each layer (You, Gitman and Ginsburg, "Large batch training", 2017).
+
+    rate = trust * |p| / (|g| + weight_decay * |p|);  v = momentum * v + lr * rate * (g + weight_decay * p);  p -= v.
+
+    The norms are Euclidean, over a whole parameter; where one of them is 0, rate = 1. Biases and the parameters of
+    normalisation layers (those of one axis or none) have rate 1 and no weight decay, as is usual.
+    Raises ValueError for parameters that are sharded: a rank has not their norm.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor | tuple[str, Tensor]],
+        lr: float,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 1e-3,
+    ) -> None:
+        super().__init__(parameters, lr)
+        for name, parameter in self.parameters.items():
+            if getattr(parameter, "sharded_over", ()):
+                raise ValueError(f"LARS needs the norms of whole parameters, but {name} is sharded")
+        self.momentum, self.weight_decay, self.trust = momentum, weight_decay, trust
+        self._keep("momentum")
+
+    def _update(self, p: Array, g: Array, state: dict[str, Array]) -> None:
+        rate, decay = 1.0, 0.0
+        if p.ndim > 1:
+            decay = self.weight_decay
+            size, slope = (float(array_namespace(x).linalg.vector_norm(x)) for x in (p, g))
+            if size and slope:
+                rate = self.trust * size / (slope + decay * size)
+        kernels_for(p).sgd(
+            p,
+            g,
+            state["momentum"],
+            lr=1.0,
+            momentum=self.momentum,
+            fresh=self.lr * rate,
+            weight_decay=decay,
+            nesterov=False,
         )
 
 

@@ -49,10 +49,11 @@ def batch(*, seed: int, step: int, samples: Sequence[int]) -> Iterator[None]:
         _current.batch = before
 
 
-def sample_words(layer: int, count: int, width: int) -> np.ndarray:
+def sample_words(layer: int | tuple[int, ...], count: int, width: int) -> np.ndarray:
     """Random uint32 (count, width) for the current batch: row i belongs to its i-th sample, in stream `layer`.
 
-    Sample s owns the Philox blocks from s * ceil(width / 8) on, of the stream (seed, step, layer).
+    Sample s owns the Philox blocks from s * ceil(width / 8) on, of the stream (seed, step, layer). A layer's number may
+    have several parts.
     Raises RuntimeError outside of `batch`, ValueError if the batch has not `count` samples.
     """
     if _current.batch is None:
@@ -63,7 +64,7 @@ def sample_words(layer: int, count: int, width: int) -> np.ndarray:
     seed, step, samples = _current.batch
     if len(samples) != count:
         raise ValueError(f"the current random.batch has {len(samples)} samples, but the tensor has {count} rows")
-    stream = key(seed, step, layer)
+    stream = key(seed, step, *(layer if isinstance(layer, tuple) else (layer,)))
     blocks = -(-width // _WORDS_PER_BLOCK)
     rows = np.empty((count, blocks * _WORDS_PER_BLOCK), np.uint32)
     for first, last in _runs(samples):

@@ -27,8 +27,8 @@ class Linear(Module):
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool = True, rng: np.random.Generator, dtype: Any = np.float32
     ) -> None:
-        self.weight = _uniform(rng, inputs, (outputs, inputs), dtype)
-        self.bias = _uniform(rng, inputs, (outputs,), dtype) if bias else None
+        self.weight = uniform(rng, inputs, (outputs, inputs), dtype)
+        self.bias = uniform(rng, inputs, (outputs,), dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -54,8 +54,8 @@ class Conv2d(Module):
             raise ValueError(f"{inputs} input and {outputs} output channels cannot be cut into {groups} equal groups")
         shape = (outputs, inputs // groups, *pair(kernel_size))
         fan_in = math.prod(shape[1:])
-        self.weight = _uniform(rng, fan_in, shape, dtype)
-        self.bias = _uniform(rng, fan_in, (outputs,), dtype) if bias else None
+        self.weight = uniform(rng, fan_in, shape, dtype)
+        self.bias = uniform(rng, fan_in, (outputs,), dtype) if bias else None
         self.stride, self.padding, self.groups = stride, padding, groups
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,6 +198,7 @@ class LayerNorm(Module):
         return F.layer_norm(x, self.weight, self.bias, eps=self.eps)
 
 
-def _uniform(rng: np.random.Generator, fan_in: int, shape: tuple[int, ...], dtype: Any) -> Parameter:
+def uniform(rng: np.random.Generator, fan_in: int, shape: tuple[int, ...], dtype: Any) -> Parameter:
+    """Uniform in +-1 / sqrt(fan_in)."""
     bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
     return Parameter(rng.uniform(-bound, bound, shape), dtype=dtype)

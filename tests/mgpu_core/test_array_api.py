@@ -19,6 +19,11 @@ FUNCTIONS = {
     "pooling": (lambda x: F.max_pool2d(x, 2) * F.avg_pool2d(x, 2), (2, 3, 6, 6)),
     "linear": (F.linear, (2, 4, 3), (5, 3), (5,)),
     "layer norm": (F.layer_norm, (4, 3), (3,), (3,)),
+    "lstm": (lambda x, w, u, b: F.lstm(x, w, u, b, lengths=[3, 1])[0], (2, 3, 2), (16, 2), (16, 4), (16,)),
+    "lstm, its last state": (lambda x, w, u, b: F.lstm(x, w, u, b)[1][1], (2, 3, 2), (16, 2), (16, 4), (16,)),
+    "gru": (lambda *t: F.gru(*t, lengths=[3, 1], reverse=True)[0], (2, 3, 2), (12, 2), (12, 4), (12,), (4,)),
+    "attention": (lambda qkv: F.self_attention(qkv, 2, causal=True, lengths=[3, 2]), (2, 3, 12)),
+    "ctc": (lambda x: F.ctc_loss(x, [[1, 1], [2, 0]], target_lengths=[2, 1], lengths=[5, 4]), (2, 5, 3)),
 }
 
 

@@ -219,6 +219,20 @@ def test_what_one_thread_raises_is_raised(three_threads):
         cpu.threads.share(work, 10, 10)
 
 
+def test_products_run_on_the_threads_that_ask_for_them(three_threads):
+    get, set_to = cpu.threads._blas() or pytest.skip("NumPy's BLAS has no known way to set its threads")
+    before = get()
+    set_to(2)
+    try:
+        assert cpu.threads.share_products(lambda part: get(), 10, 10) == [1, 1, 1]
+        assert get() == 2
+        with pytest.raises(ZeroDivisionError):
+            cpu.threads.share_products(lambda part: 1 // 0, 10, 10)
+        assert get() == 2
+    finally:
+        set_to(before)
+
+
 def test_several_threads_compute_the_same(three_threads):
     test_convolution_in_several_blocks(np.float32)
     for shape in [(5, 3), (4, 3, 2, 5), (1000, 7)]:

@@ -5,6 +5,7 @@ import pytest
 
 from mgpu_core import Tensor, optim
 from mgpu_core.autograd import cpu, portable
+from mgpu_core.nn import Parameter
 
 SGD_OPTIONS = [
     {},
@@ -36,9 +37,23 @@ def adamw(p, gradients, rates, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
     return p
 
 
+def lars(p, gradients, rates, momentum=0.9, weight_decay=0.0, trust=0.001):
+    v = np.zeros_like(p)
+    for g, lr in zip(gradients, rates):
+        rate, decay = 1.0, 0.0
+        if p.ndim > 1:
+            decay = weight_decay
+            size, slope = np.sqrt((p**2).sum()), np.sqrt((g**2).sum())
+            rate = trust * size / (slope + decay * size) if size * slope else 1.0
+        v = momentum * v + lr * rate * (g + decay * p)
+        p = p - v
+    return p
+
+
 CASES = [(optim.SGD, sgd, options) for options in SGD_OPTIONS] + [
     (optim.AdamW, adamw, options) for options in ADAMW_OPTIONS
 ]
+CASES += [(optim.LARS, lars, options) for options in ({}, {"momentum": 0.5, "weight_decay": 0.1, "trust": 0.02})]
 RATES = [0.1, 0.1, 0.05, 0.2, 0.01]
 
 
@@ -80,7 +95,7 @@ def test_the_portable_kernels_do_the_same(kind, reference, options, monkeypatch)
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind, reference, options", CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize("kind, reference, options", [case for case in CASES if case[0] is not optim.LARS], ids=str)
 def test_pytorch(kind, reference, options):
     torch = pytest.importorskip("torch")
     start, gradients = problem()
@@ -110,7 +125,8 @@ def test_a_run_goes_on_from_its_state(kind, reference, options):
     first = kind(parameters, 0.0, **options)
     steps(first, range(2))
     saved = {name: array.copy() for name, array in first.state_dict().items()}
-    kinds = {"momentum"} if options.get("momentum") else {"m", "v"} if kind is optim.AdamW else set()
+    kinds = set(first.state)
+    assert kinds == {"m", "v"} if kind is optim.AdamW else kinds <= {"momentum"}
     assert set(saved) == {"steps"} | {f"{k}.p{i}" for k in kinds for i in range(4)}
     second = kind(parameters, 0.0, **options)
     second.load_state_dict(saved)
@@ -157,6 +173,21 @@ def test_clipping_by_the_global_norm():
     parameters[0].grad[0] = np.nan
     assert np.isnan(optim.clip_grad_norm(parameters, 0.1))
     np.testing.assert_allclose(parameters[1].grad, [0, 0.8, 0])
+
+
+def test_lars_treats_a_layer_alike_at_every_scale():
+    """Weights and gradients of any size move by the same share of the weights' norm."""
+    for size, slope in [(1.0, 1.0), (1e-3, 10.0), (50.0, 1e-6)]:
+        p = Tensor(np.full((2, 3), size), requires_grad=True)
+        p.grad = np.full((2, 3), slope)
+        optim.LARS([p], 2.0, trust=0.01).step()
+        np.testing.assert_allclose(p.data, 0.98 * size)
+
+
+def test_lars_refuses_a_part_of_a_parameter():
+    whole, part = Parameter(np.ones((2, 2))), Parameter(np.ones((2, 2)), sharded_over=("tensor",))
+    with pytest.raises(ValueError, match="part is sharded"):
+        optim.LARS([("whole", whole), ("part", part)], 0.1)
 
 
 def test_what_is_refused():

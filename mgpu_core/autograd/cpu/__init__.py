@@ -19,6 +19,8 @@ from mgpu_core.autograd.cpu.activation import (
     softmax,
     softmax_gradient,
 )
+from mgpu_core.autograd.cpu.alignment import ctc, ctc_gradient
+from mgpu_core.autograd.cpu.attention import self_attention, self_attention_gradient
 from mgpu_core.autograd.cpu.channels import (
     channel_moments,
     channel_products,
@@ -52,6 +54,8 @@ __all__ = [
     "conv2d_weight_gradient",
     "cross_entropy",
     "cross_entropy_gradient",
+    "ctc",
+    "ctc_gradient",
     "gelu",
     "gelu_gradient",
     "gru_step",
@@ -68,6 +72,8 @@ __all__ = [
     "normalize_channels",
     "relu",
     "relu_gradient",
+    "self_attention",
+    "self_attention_gradient",
     "sgd",
     "softmax",
     "softmax_gradient",

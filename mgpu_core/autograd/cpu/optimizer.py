@@ -11,13 +11,12 @@ from mgpu_core.autograd.cpu.layout import Array
 
 
 def sgd(
-    p: Array, g: Array, momentum_buffer: Array | None, *, lr: float, momentum: float, dampening: float,
-    weight_decay: float, nesterov: bool, first: bool,
+    p: Array, g: Array, momentum_buffer: Array | None, *, lr: float, momentum: float, fresh: float,
+    weight_decay: float, nesterov: bool,
 ) -> None:  # fmt: skip
     number = p.dtype.type
-    fresh = number(1 if first else 1 - dampening)
     buffer = np.empty(0, p.dtype) if momentum_buffer is None else _flat(momentum_buffer)
-    _sgd(_flat(p), _flat(g), buffer, number(lr), number(momentum), fresh, number(weight_decay), nesterov)
+    _sgd(_flat(p), _flat(g), buffer, number(lr), number(momentum), number(fresh), number(weight_decay), nesterov)
 
 
 def adamw(

@@ -20,12 +20,12 @@ from collectives import threads
 T = TypeVar("T")
 
 _LEAST = 1 << 16  # elements for each thread: with fewer, waking it takes longer than it saves
-_SETTERS = (
-    "scipy_openblas_set_num_threads64_",
-    "openblas_set_num_threads64_",
-    "openblas_set_num_threads",
-    "MKL_Set_Num_Threads",
-    "bli_thread_set_num_threads",
+_BLAS = (  # how many threads it has, and how many it shall have
+    ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
+    ("openblas_get_num_threads64_", "openblas_set_num_threads64_"),
+    ("openblas_get_num_threads", "openblas_set_num_threads"),
+    ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
+    ("bli_thread_get_num_threads", "bli_thread_set_num_threads"),
 )
 
 
@@ -51,15 +51,16 @@ def share(work: Callable[[slice], T], count: int, elements: int) -> list[T]:
 
 
 def share_products(work: Callable[[slice], T], count: int, products: int) -> list[T]:
-    """`share` for work that consists of matrix products, each on the thread that asks for it."""
-    setter, threads = _blas_setter(), limit()
-    if setter is None or threads == 1:
+    """`share` for work that consists of matrix products: meanwhile each is computed by the thread that asks for it."""
+    get, set_to = _blas() or (lambda: 1, lambda count: None)
+    before = get()
+    if before == 1:
         return share(work, count, products)
-    setter(1)
+    set_to(1)
     try:
         return share(work, count, products)
     finally:
-        setter(threads)
+        set_to(before)
 
 
 @cache
@@ -73,6 +74,8 @@ def _pool(process: int) -> ThreadPoolExecutor:  # a fork has none of its parent'
 
 
 @cache
-def _blas_setter() -> Callable[[int], Any] | None:
+def _blas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
     library = ctypes.CDLL(np.linalg._umath_linalg.__file__)
-    return next((getattr(library, name) for name in _SETTERS if hasattr(library, name)), None)
+    return next(
+        ((getattr(library, get), getattr(library, set_to)) for get, set_to in _BLAS if hasattr(library, get)), None
+    )

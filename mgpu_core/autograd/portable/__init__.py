@@ -15,6 +15,8 @@ from mgpu_core.autograd.portable.activation import (
     softmax,
     softmax_gradient,
 )
+from mgpu_core.autograd.portable.alignment import ctc, ctc_gradient
+from mgpu_core.autograd.portable.attention import self_attention, self_attention_gradient
 from mgpu_core.autograd.portable.channels import (
     channel_moments,
     channel_products,
@@ -48,6 +50,8 @@ __all__ = [
     "conv2d_weight_gradient",
     "cross_entropy",
     "cross_entropy_gradient",
+    "ctc",
+    "ctc_gradient",
     "gelu",
     "gelu_gradient",
     "gru_step",
@@ -64,6 +68,8 @@ __all__ = [
     "normalize_channels",
     "relu",
     "relu_gradient",
+    "self_attention",
+    "self_attention_gradient",
     "sgd",
     "softmax",
     "softmax_gradient",

@@ -8,18 +8,15 @@ from mgpu_core.autograd.tape import Array
 
 
 def sgd(
-    p: Array, g: Array, momentum_buffer: Array | None, *, lr: float, momentum: float, dampening: float,
-    weight_decay: float, nesterov: bool, first: bool,
+    p: Array, g: Array, momentum_buffer: Array | None, *, lr: float, momentum: float, fresh: float,
+    weight_decay: float, nesterov: bool,
 ) -> None:  # fmt: skip
-    """One step of SGD on parameter p and its momentum, in place; see `optim.SGD`."""
+    """One step of SGD on parameter p and its momentum, in which the gradient counts `fresh`; see `optim.SGD`."""
     if weight_decay:
         g = g + weight_decay * p
     if momentum_buffer is not None:
-        if first:
-            momentum_buffer[...] = g
-        else:
-            momentum_buffer *= momentum
-            momentum_buffer += (1 - dampening) * g
+        momentum_buffer *= momentum
+        momentum_buffer += fresh * g
         g = g + momentum * momentum_buffer if nesterov else momentum_buffer
     p -= lr * g
 

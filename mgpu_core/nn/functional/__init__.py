@@ -4,11 +4,12 @@ Images are (N, C, H, W); axis 0 is the batch everywhere, and may have length zer
 """
 
 from mgpu_core.nn.functional.activation import gelu, log_softmax, relu, sigmoid, softmax, tanh
+from mgpu_core.nn.functional.attention import self_attention
 from mgpu_core.nn.functional.convolution import avg_pool2d, conv2d, max_pool2d
 from mgpu_core.nn.functional.dropout import dropout
 from mgpu_core.nn.functional.joining import concat, pad, stack
 from mgpu_core.nn.functional.linear import embedding, linear
-from mgpu_core.nn.functional.loss import cross_entropy
+from mgpu_core.nn.functional.loss import cross_entropy, ctc_loss
 from mgpu_core.nn.functional.normalization import batch_norm, layer_norm
 from mgpu_core.nn.functional.recurrent import gru, lstm
 
@@ -18,6 +19,7 @@ __all__ = [
     "concat",
     "conv2d",
     "cross_entropy",
+    "ctc_loss",
     "dropout",
     "embedding",
     "gelu",
@@ -29,6 +31,7 @@ __all__ = [
     "max_pool2d",
     "pad",
     "relu",
+    "self_attention",
     "sigmoid",
     "softmax",
     "stack",

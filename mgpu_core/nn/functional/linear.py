@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         xp.reshape(y, (*shape[:-1], outputs)),
         (x, lambda g: xp.reshape(xp.reshape(g, (count, outputs)) @ w, shape)),
         (weight, lambda g: xp.reshape(g, (count, outputs)).T @ rows),
-        (bias, lambda g: xp.sum(xp.reshape(g, (count, outputs)), axis=0)),
+        (bias, lambda g: kernels_for(g).channel_sums(xp.reshape(g, (count, outputs)))),
     )
 
 

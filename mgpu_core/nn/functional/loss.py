@@ -8,6 +8,8 @@ from typing import Any, Literal
 from array_api_compat import array_namespace
 
 from mgpu_core.autograd.kernels import kernels_for
+from mgpu_core.autograd.tape import Array
+from mgpu_core.nn.functional.lengths import checked_lengths
 from mgpu_core.nn.functional.linear import check_range
 from mgpu_core.tensor import Tensor, record
 
@@ -44,3 +46,52 @@ def cross_entropy(
         xp.sum(losses * scale),
         (logits, lambda g: xp.reshape(kernels.cross_entropy_gradient(rows, labels, log_sums, g * scale), shape)),
     )
+
+
+def ctc_loss(
+    logits: Tensor,
+    targets: Any,
+    *,
+    lengths: Any = None,
+    target_lengths: Any = None,
+    blank: int = 0,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """Connectionist temporal classification (Graves et al. 2006) of logits (N, T, classes) with targets (N, S).
+
+    Minus the log probability that the classes drawn at a sample's times, repetitions merged and blanks left out, are
+    its target: summed over all alignments, so none need be known. Sample n has lengths[n] times and target_lengths[n]
+    labels, by default T and S; what comes after them may be anything. "mean" divides the sum of the samples' losses by
+    their number, and not by the targets' lengths as PyTorch does. A target that does not fit into its sample's times
+    has an infinite loss, and gradient 0.
+    Raises IndexError for a target that is no class, ValueError for one that is the blank or where shapes do not fit.
+    """
+    labels = Tensor(targets).data
+    if logits.ndim != 3 or labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"ctc_loss: expected logits (N, T, classes) and targets (N, S), not {logits.shape} and {labels.shape}"
+        )
+    n, times, classes = logits.shape
+    if not 0 <= blank < classes:
+        raise ValueError(f"ctc_loss: the blank must be one of {classes} classes, not {blank}")
+    xp = array_namespace(logits.data)
+    labels = xp.asarray(labels)
+    lengths = checked_lengths(xp, lengths, n, times)
+    target_lengths = checked_lengths(xp, target_lengths, n, labels.shape[1])
+    used = xp.arange(labels.shape[1]) < target_lengths[:, None]
+    if xp.any(used & (labels == blank)):
+        raise ValueError(f"ctc_loss: a target must not contain the blank, {blank}")
+    labels = xp.where(used, labels, blank)
+    check_range(labels, classes, "a class")
+    states = xp.full((n, 2 * labels.shape[1] + 1), blank, dtype=xp.int64)
+    states[:, 1::2] = xp.astype(labels, xp.int64)
+
+    kernels = kernels_for(logits.data)
+    log_p = kernels.log_softmax(logits.data, -1)
+    losses, beginnings = kernels.ctc(log_p, states, lengths, target_lengths)
+
+    def vjp(g: Array) -> Array:
+        return kernels.ctc_gradient(log_p, beginnings, losses, states, lengths, target_lengths, g)
+
+    total = record(xp.astype(losses, logits.dtype), (logits, vjp)).sum()
+    return total / max(n, 1) if reduction == "mean" else total

@@ -14,6 +14,7 @@ from array_api_compat import array_namespace
 
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import Array, once
+from mgpu_core.nn.functional.lengths import checked_lengths
 from mgpu_core.tensor import Tensor, record
 
 
@@ -160,16 +161,7 @@ class _Walk:
                     f"a state to start from must be {(self.samples, size)}, not {part.shape}, and is for sequences "
                     "that are read forward"
                 )
-        self.lengths = self._lengths(lengths)
-
-    def _lengths(self, lengths: Any) -> Array:
-        xp, shape = self.xp, (self.samples,)
-        if lengths is None:
-            return xp.full(shape, self.times, dtype=xp.int64)
-        array = xp.astype(xp.asarray(Tensor(lengths).data), xp.int64)
-        if array.shape != shape or xp.any(array < 0) or xp.any(array > self.times):
-            raise ValueError(f"lengths must be {shape} integers from 0 to {self.times}, not {lengths}")
-        return array
+        self.lengths = checked_lengths(self.xp, lengths, self.samples, self.times)
 
     def steps(self) -> Iterator[tuple[int, int, int]]:
         """(time, place of the state before it, place of the state after it)."""
