@@ -10,9 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from collectives.program import Buffer, Enter, Instruction, Move, Ref, Signal, Wait, untouched_inputs
 
-Clock = list[int]  # for each rank, its last Move known to be done in this slice; -1 if none is
+Clock = npt.NDArray[np.int64]  # for each rank, its last Move known to be done in this slice; -1 if none is
 Body = tuple[Instruction, ...]
 
 
@@ -80,7 +83,7 @@ def _edges(plan: list[list[Planned]], slots: int, pipelined: bool) -> list[_Edge
     edges: list[_Edge] = []
 
     # Enter orders what precedes it, but only in the first slice
-    known = [-1 if pipelined else _first_after_enter(planned) - 1 for planned in plan]
+    known = np.array([-1 if pipelined else _first_after_enter(planned) - 1 for planned in plan], dtype=np.int64)
     clocks: list[Clock] = [known] * size
     clock_after: list[list[Clock]] = [[] for _ in plan]
 
@@ -90,7 +93,7 @@ def _edges(plan: list[list[Planned]], slots: int, pipelined: bool) -> list[_Edge
         for peer, after in latest_first:
             if clocks[rank][peer] < after:
                 edges.append(_Edge(rank, to, peer, after))
-                joined = list(map(max, clocks[rank], clock_after[peer][after]))
+                joined = np.maximum(clocks[rank], clock_after[peer][after])
                 joined[peer] = after
                 clocks[rank] = joined
 

@@ -196,6 +196,7 @@ class _Dataflow:
     def __init__(self, program: Program, order: list[tuple[int, int, int]]) -> None:
         self.program = program
         self.values = _Values()
+        self.complete = program.contract.everyone if program.contract.reduces else None  # what makes a result final
         self.places: dict[Ref, _Place] = {}
         self.conflicts: list[tuple[Point, Point, Ref]] = []  # (later, earlier), by different ranks
         self.last_visit: dict[tuple[int, int, bool], int] = {}  # (owner, visitor, to its scratch): the visitor's step
@@ -215,7 +216,7 @@ class _Dataflow:
         raise ProgramError(message, rank=at[0], step=at[1], chunk=move.chunk)
 
     def _move(self, move: Move, at: Point) -> None:
-        contract, values = self.program.contract, self.values
+        values = self.values
         sources = [self._read(ref, move, at) for ref in move.srcs]
         contributions = 0
         for ref, value, raw in zip(move.srcs, sources, move.raw, strict=True):
@@ -226,7 +227,7 @@ class _Dataflow:
             if raw != values.is_raw(value):
                 self._fail(f"{ref} is marked {'' if raw else 'not '}raw, wrongly", at, move)
         finished = any(values.finished[value] for value in sources)
-        if move.final != (contract.reduces and contributions == contract.everyone and not finished):
+        if move.final != (contributions == self.complete and not finished):
             self._fail(f"marked {'' if move.final else 'not '}final, wrongly", at, move)
         result = values.reduction(sources, contributions, move.final)
         for ref in move.dsts:

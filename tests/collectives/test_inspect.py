@@ -9,6 +9,7 @@ import pytest
 
 from collectives import builder
 from collectives.builder import Chunks, algorithm
+from collectives.contract import COLLECTIVES
 from collectives.errors import ProgramError
 from collectives.inspect import draw, predict_main, verify_main
 from collectives.lowering import build
@@ -110,3 +111,24 @@ def test_predict_reads_a_topology_and_knows_formulas(tmp_path: Path, capsys: pyt
     assert out[0] == "all_reduce, 4 ranks on 4 hosts: microseconds" and out[2] == out[5]
     with pytest.raises(SystemExit):
         predict_main(["all_reduce", "-b", "0"])
+
+
+@pytest.mark.parametrize(
+    ("collective", "name", "size", "memory"),
+    [
+        ("all_reduce", "ring", 4, "symmetric"),
+        ("all_reduce", "two_shot", 3, "staged"),
+        ("broadcast", "chain", 4, "symmetric"),
+        ("broadcast", "scatter_all_gather", 4, "symmetric"),
+    ],
+)
+def test_the_documentation_shows_what_is_drawn(collective: str, name: str, size: int, memory: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    assert "\n".join("    " + line for line in picture(collective, name, size, memory=memory)) in text
+
+
+def test_the_documentation_names_every_algorithm() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    for collective in COLLECTIVES:
+        for name in builder.algorithms(collective):
+            assert f"`{name}`" in text, f"{collective} by {name}"
