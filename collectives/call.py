@@ -60,7 +60,7 @@ class Call:
         return what | self.root << 24 | algorithm << 40, self.count, self.scale, counts
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def make_call(
     collective: str,
     dtype: DType,

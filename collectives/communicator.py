@@ -384,11 +384,11 @@ class Communicator:
         except (ValueError, BufferError):
             return
         if key not in self._seen:
+            if len(self._seen) == _MOST_PLANS:
+                self._seen.clear()
+                self._plans.clear()
             self._seen.add(key)
             return
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-            self._seen.clear()
         prepared = self._all_reduce(x, op, out=x, algorithm=algorithm)
         self._plans[key] = self._backend.plan(prepared.call, x, x)
 

@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 
 from collectives import cgroup, environment, threads
+from collectives.backends.checked import Checked
 from collectives.backends.shm import Shm
 from collectives.communicator import Communicator
 from collectives.host import Host
@@ -30,6 +31,9 @@ def init(
     this and of every later call. Also gives this process's thread pools (BLAS, OpenMP, Numba) their share of the host's
     cores, unless OMP_NUM_THREADS is set.
 
+    MGPU_DEBUG_RESULTS=1 looks for NaN and for results that differ between ranks after every call (see
+    `collectives.backends.checked`).
+
     backend: "shm", processes on one host that share memory; "auto" chooses it.
 
     Raises ValueError for a wrong argument or environment, CollectiveTimeoutError naming who did not come, PeerLostError
@@ -46,7 +50,7 @@ def init(
         engine = Shm(host, range(meeting.size), 0, timeout)
         meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
         undo.pop_all()
-    return Communicator(engine)
+    return Communicator(Checked(engine) if os.environ.get("MGPU_DEBUG_RESULTS") == "1" else engine)
 
 
 def _share_processors(meeting: Meeting) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 SLOTS = 8
 SLOT_BYTES = 64 << 10
+JOBS = 256  # kinds of messages whose jobs are kept, for each stream
 EAGER_BYTES = (SLOTS - 1) * SLOT_BYTES  # a message of so many bytes is sent without waiting for its receiver
 _SPIN_ONLY = (64, -1)  # patience of one who has other messages to turn to
 _HEADER = find("int64")
@@ -190,6 +191,8 @@ class _End:
     def _run(self, array: Array, dtype: DType) -> Iterator[Waiting]:
         key = dtype, array.size
         if key not in self._jobs:
+            if len(self._jobs) == JOBS:
+                self._jobs.clear()
             lengths = geometry(self._encoded.program.contract, array.size, dtype.itemsize)
             self._jobs[key] = Job(self._link, self._encoded, lengths, dtype)
         job = self._jobs[key]

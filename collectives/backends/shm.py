@@ -22,7 +22,7 @@ from collectives.backends.base import Backend, Pending
 from collectives.call import INTERNAL, ORDINARY, SIGNATURE_WORDS, Call, describe, make_call
 from collectives.contract import geometry
 from collectives.deadlock import Doing, Waiting
-from collectives.errors import CollectiveError, CollectiveMismatchError
+from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
 from collectives.host import ARENAS, Birth, Host
 from collectives.job import Job, Link
 from collectives.memory import Heap
@@ -36,6 +36,7 @@ from kernels.dtypes import find
 from kernels.executor import DIFFERENT, DONE
 
 SLOTS = 16
+JOBS = 4096  # kinds of calls whose jobs are kept; the oldest give way
 _BYTE = find("uint8")
 _IN_COLLECTIVE = Waiting(Doing.COLLECTIVE)
 _NOWHERE = address(np.zeros(1, np.uint8))  # for an array that a rank does not have: never touched
@@ -155,6 +156,8 @@ class Shm(Backend):
             places = None if ORDINARY in places else places
         free = self._jobs.get((call, places))
         if free is None:
+            if len(self._jobs) == JOBS:
+                self._jobs.pop(next(iter(self._jobs)))
             free = self._jobs[call, places] = []
         return free, free.pop() if free else self._make_job(call, places and [places] * self.size)
 
@@ -169,10 +172,13 @@ class Shm(Backend):
         nbytes = call.count * call.dtype.itemsize
         algorithm = call.algorithm or select.choose(call.collective, self.size, nbytes, memory)
         for pipelined in (False, True):  # the shorter program, if one slice holds the message
-            encoded = programs.ready(
-                call.collective, algorithm, self.size, self.rank,
-                memory=memory, slots=SLOTS, root=call.root, pipelined=pipelined,
-            )  # fmt: skip
+            try:
+                encoded = programs.ready(
+                    call.collective, algorithm, self.size, self.rank,
+                    memory=memory, slots=SLOTS, root=call.root, pipelined=pipelined,
+                )  # fmt: skip
+            except ProgramError as error:  # which rank 0 alone may have found
+                self._refuse(error)
             contract = encoded.program.contract
             counts = call.count if call.counts is None else np.reshape(call.counts, contract.shape)
             layout = geometry(contract, counts, call.dtype.itemsize)

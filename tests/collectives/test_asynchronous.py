@@ -1,0 +1,226 @@
+"""Asynchronous calls, in any interleaving with others; and what threads may do."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from expected import exact_data, reduced, same_bits
+
+import collectives
+from collectives import CollectiveError, CollectiveMismatchError, Communicator
+from kernels.progress import QUEUE_CAPACITY
+
+
+def interleaved(comm: Communicator, seed: int) -> list[str]:
+    """All ranks begin the same calls in the same order; each waits when it likes, and computes in between."""
+    agreed, own = random.Random(seed), random.Random(seed * 100 + comm.rank)
+    wrong: list[str] = []
+    under_way: list[tuple[str, Any, Any]] = []
+
+    def finish(index: int) -> None:
+        what, work, wanted = under_way.pop(index)
+        result = work.wait()
+        if not work.done():
+            wrong.append(f"{what}: not done after wait")
+        if not same_bits(result, wanted):
+            wrong.append(f"{what}: {result[:5]}, expected {wanted[:5]}")
+
+    for number in range(150):
+        count = agreed.choice([0, 1, 10, 1000, 5000])
+        inputs = [exact_data([seed, number], rank, (count,), "float32") for rank in range(comm.size)]
+        x = inputs[comm.rank]
+        kind = agreed.choice(
+            ["all_reduce", "in place", "symmetric", "broadcast", "all_gather", "barrier", "sync", "message"]
+        )
+        if kind == "all_reduce":
+            under_way.append((kind, comm.all_reduce(x, async_op=True), reduced(inputs, "sum")))
+        elif kind == "in place":
+            wanted = reduced(inputs, "max")  # before the call changes x
+            under_way.append((kind, comm.all_reduce(x, "max", out=x, async_op=True), wanted))
+        elif kind == "symmetric":
+            y = comm.empty(count)  # itself a call of all ranks, in turn with the others
+            y[:] = x
+            under_way.append((kind, comm.all_reduce(y, out=y, async_op=True), reduced(inputs, "sum")))
+        elif kind == "broadcast":
+            root = number % comm.size
+            under_way.append((kind, comm.broadcast(x.copy(), root=root, async_op=True), inputs[root]))
+        elif kind == "all_gather":
+            under_way.append((kind, comm.all_gather(x, async_op=True), np.concatenate(inputs)))
+        elif kind == "barrier":
+            comm.barrier(async_op=True)
+        elif kind == "sync":
+            wrong += [] if same_bits(comm.all_reduce(x, "min"), reduced(inputs, "min")) else [kind]
+        else:
+            out = np.empty_like(x)
+            comm.sendrecv(x, (comm.rank + 1) % comm.size, out, (comm.rank - 1) % comm.size)
+            wrong += [] if same_bits(out, inputs[comm.rank - 1]) else [kind]
+        while under_way and own.random() < 0.4:
+            finish(own.randrange(len(under_way)))
+        if own.random() < 0.05:
+            time.sleep(0.005)
+    while under_way:
+        finish(own.randrange(len(under_way)))
+    return wrong[:5]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_interleaving(size: int) -> None:
+    assert collectives.spawn(interleaved, size, (size,)) == [[]] * size
+
+
+def outstanding(comm: Communicator) -> list[float]:
+    """More than the queue holds; and whoever waits for the last has waited for all."""
+    xs = [np.full(3, float(i)) for i in range(2 * QUEUE_CAPACITY + 5)]
+    works = [comm.all_reduce(x, out=x, async_op=True) for x in xs]
+    last = works[-1].wait()
+    assert all(work.done() for work in works)
+    return [float(sum(x[1] for x in xs)), float(last[0])]
+
+
+def test_more_than_the_queue_holds() -> None:
+    n = 2 * QUEUE_CAPACITY + 5
+    assert collectives.spawn(outstanding, 2) == [[2.0 * n * (n - 1) / 2, 2.0 * (n - 1)]] * 2
+
+
+def dropped(comm: Communicator) -> float:
+    """Neither arrays nor works that nobody refers to any more disturb a call under way, nor does closing."""
+    for _ in range(50):
+        comm.all_reduce(np.ones(10_000), async_op=True)
+        comm.all_reduce(comm.zeros(10), async_op=True)
+    last = comm.all_reduce(np.ones(2), async_op=True)
+    comm.close()
+    return float(last.wait()[0])
+
+
+def test_arrays_that_nobody_refers_to_any_more() -> None:
+    assert collectives.spawn(dropped, 2) == [2.0, 2.0]
+
+
+def goes_on_while_python_computes(comm: Communicator) -> bool:
+    """The other rank's call ends though this one is busy in Python and does not wait."""
+    x = np.ones(500_000)
+    work = comm.all_reduce(x, out=x, async_op=True)
+    deadline = time.monotonic() + 60
+    while not work.done() and time.monotonic() < deadline:
+        sum(range(1000))
+    return work.done() and float(x[-1]) == comm.size
+
+
+def test_progress_needs_no_caller() -> None:
+    assert collectives.spawn(goes_on_while_python_computes, 2) == [True, True]
+
+
+def fails_midway(comm: Communicator) -> list[str]:
+    """What ended before the failure has its result; the rest, and all that follows, raises."""
+    told = []
+    child = comm.split(0)
+    assert child is not None
+    works = [child.all_reduce(np.full(2, float(i)), async_op=True) for i in range(3)]
+    works[2].wait()
+    works.append(child.all_reduce(np.ones(2 + child.rank), async_op=True))
+    works.append(child.barrier(async_op=True))
+    for work in reversed(works):
+        try:
+            result = work.wait()
+            told.append(f"{result.tolist()}")
+        except CollectiveMismatchError:
+            told.append("mismatch")
+        assert work.done()
+    try:
+        child.barrier(async_op=True).wait()
+    except CollectiveError as error:
+        told.append(str(error)[:48])
+    child.close()
+    return told
+
+
+def test_failure_of_one_of_several() -> None:
+    told = ["mismatch", "mismatch", "[4.0, 4.0]", "[2.0, 2.0]", "[0.0, 0.0]"]
+    assert collectives.spawn(fails_midway, 2) == [[*told, "this communicator is of no further use: the rank"]] * 2
+
+
+def bad_arguments(comm: Communicator) -> list[str]:
+    """They are refused at once, and the communicator goes on."""
+    told = []
+    for options in ({"out": np.ones(3)[::-1]}, {"out": np.ones(4)}, {"op": "median"}, {"algorithm": "telepathy"}):
+        try:
+            comm.all_reduce(np.ones(3), async_op=True, **options)  # type: ignore[arg-type]
+            told.append("nothing")
+        except ValueError as error:
+            told.append(str(error))
+    told.append(str(comm.all_reduce(np.ones(1), async_op=True).wait()[0]))
+    return told
+
+
+def test_bad_arguments() -> None:
+    for told in collectives.spawn(bad_arguments, 2):
+        assert "not C-contiguous" in told[0]
+        assert "out has 4 elements" in told[1]
+        assert "op 'median' is not known" in told[2]
+        assert "no all_reduce algorithm is called 'telepathy'" in told[3]
+        assert told[4] == "2.0"
+
+
+# Threads
+
+
+def waits_elsewhere(comm: Communicator) -> list[float]:
+    """A work may be waited for in any thread, and in several."""
+    works = [comm.all_reduce(np.full(10, float(i)), async_op=True) for i in range(20)]
+    found: list[float] = []
+    threads = [threading.Thread(target=lambda: found.extend(float(work.wait()[0]) for work in works)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(found)
+
+
+def test_waiting_in_other_threads() -> None:
+    assert collectives.spawn(waits_elsewhere, 2) == [sorted(3 * [2.0 * i for i in range(20)])] * 2
+
+
+def take_turns(comm: Communicator) -> float:
+    """Threads may share a communicator where their calls are the same, so that it does not matter whose comes first."""
+    total = []
+
+    def work() -> None:
+        for _ in range(100):
+            total.append(float(comm.all_reduce(np.ones(100))[7]))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(total)
+
+
+def test_threads_that_share_a_communicator_take_turns() -> None:
+    assert collectives.spawn(take_turns, 2) == [800.0, 800.0]
+
+
+def collect_garbage(comm: Communicator) -> float:
+    """Communicators with calls under way that are dropped in another thread, and in the middle of other calls."""
+    total = 0.0
+    for turn in range(5):
+        child = comm.split(0)
+        assert child is not None
+        works = [child.all_reduce(np.full(1000, float(turn)), async_op=True)]
+        holder = [child]
+        del child
+        thread = threading.Thread(target=holder.clear)
+        thread.start()
+        comm.barrier()
+        thread.join()
+        total += float(works[0].wait()[0])
+    return total
+
+
+def test_communicators_dropped_with_calls_under_way() -> None:
+    assert collectives.spawn(collect_garbage, 2) == [20.0, 20.0]

@@ -1,0 +1,93 @@
+"""The debug mode: it finds NaN and results that differ, says at whose rank, and otherwise changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from expected import Case
+from test_end_to_end import COLLECTIVES, forms, run_all
+
+import collectives
+from collectives import CollectiveError, Communicator
+
+
+@pytest.fixture(autouse=True)
+def debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_DEBUG_RESULTS", "1")
+
+
+def test_results_are_what_they_are_without_it() -> None:
+    cases = [
+        Case(collective, dtype, rows=rows, form=form, memory=memory)
+        for collective in COLLECTIVES
+        for form in forms(collective)
+        for dtype, rows, memory in (("float32", 13, "ordinary"), ("bfloat16", 0, "mixed"), ("int32", 999, "symmetric"))
+    ]
+    assert sum(collectives.spawn(run_all, 3, (cases,)), []) == []
+
+
+def with_nan(comm: Communicator) -> list[str]:
+    told = []
+    bad = np.array([1.0, np.nan if comm.rank == 1 else 2.0])
+    huge = np.array([np.inf if comm.rank == 0 else -np.inf])
+    child = comm.split(0)
+    assert child is not None
+    for call in (
+        lambda: comm.all_reduce(bad),
+        lambda: comm.all_reduce(bad, out=bad.copy()),
+        lambda: comm.all_reduce(huge),
+        lambda: comm.broadcast(bad.copy(), root=1),
+        lambda: comm.gather(bad),
+        lambda: comm.all_reduce(bad, async_op=True).wait(),
+        lambda: comm.plan("all_reduce", bad)(),
+        lambda: child.all_reduce(bad),
+        lambda: comm.broadcast(bad.copy(), root=0),  # what others have there before is of no interest
+        lambda: comm.all_reduce(np.isnan(bad)),
+        comm.barrier,
+    ):
+        try:
+            call()
+            told.append("nothing")
+        except FloatingPointError as error:
+            told.append(str(error))
+    return told
+
+
+def test_nan() -> None:
+    for told in collectives.spawn(with_nan, 3):
+        assert told[0] == told[1] == told[5] == "all_reduce(float64, count 2, sum): rank 1 brought a NaN"
+        assert told[2] == (
+            "all_reduce(float64, count 1, sum): rank 0, 1, 2 has a NaN in its result, and nobody brought one"
+        )
+        assert told[3] == "broadcast(float64, count 2, root 1): rank 1 brought a NaN"
+        assert told[4] == "gather(float64, count 2, root 0): rank 1 brought a NaN"
+        assert told[6] == told[7] == told[0]
+        assert told[8:] == ["nothing"] * 3
+
+
+def with_another_result(comm: Communicator) -> str:
+    """As if rank 2's memory were bad."""
+    backend: Any = comm._backend
+    inner = backend._inner.run
+
+    def run(call: Any, source: Any, target: Any) -> None:
+        inner(call, source, target)
+        if comm.rank == 2 and call.collective == "all_reduce":
+            target[0] += 1
+
+    backend._inner.run = run
+    try:
+        comm.all_reduce(np.ones(4))
+        return "nothing"
+    except CollectiveError as error:
+        return str(error)
+
+
+def test_results_that_differ() -> None:
+    for told in collectives.spawn(with_another_result, 3):
+        assert told.startswith(
+            "all_reduce(float64, count 4, sum): the results differ between ranks; their hashes: rank 0 "
+        )
+        assert "rank 2 " in told
