@@ -57,6 +57,11 @@ CASES += [(optim.LARS, lars, options) for options in ({}, {"momentum": 0.5, "wei
 RATES = [0.1, 0.1, 0.05, 0.2, 0.01]
 
 
+def name(value):
+    """How a case is called in the list of tests: the same in every process."""
+    return getattr(value, "__name__", str(value))
+
+
 def run(kind, options, start, gradients, dtype):
     parameters = [Tensor(array.astype(dtype), requires_grad=True) for array in start]
     optimizer = kind(parameters, RATES[0], **options)
@@ -75,7 +80,7 @@ def problem():
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("kind, reference, options", CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize("kind, reference, options", CASES, ids=name)
 def test_the_formulas(kind, reference, options, dtype):
     start, gradients = problem()
     for array, per_step, result in zip(start, gradients, run(kind, options, start, gradients, dtype)):
@@ -85,7 +90,7 @@ def test_the_formulas(kind, reference, options, dtype):
         np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("kind, reference, options", CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize("kind, reference, options", CASES, ids=name)
 def test_the_portable_kernels_do_the_same(kind, reference, options, monkeypatch):
     start, gradients = problem()
     compiled = run(kind, options, start, gradients, np.float64)
@@ -95,7 +100,7 @@ def test_the_portable_kernels_do_the_same(kind, reference, options, monkeypatch)
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind, reference, options", [case for case in CASES if case[0] is not optim.LARS], ids=str)
+@pytest.mark.parametrize("kind, reference, options", [case for case in CASES if case[0] is not optim.LARS], ids=name)
 def test_pytorch(kind, reference, options):
     torch = pytest.importorskip("torch")
     start, gradients = problem()
@@ -110,7 +115,7 @@ def test_pytorch(kind, reference, options):
         np.testing.assert_allclose(own, other.detach().numpy(), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind, reference, options", CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize("kind, reference, options", CASES, ids=name)
 def test_a_run_goes_on_from_its_state(kind, reference, options):
     start, gradients = problem()
     parameters = [(f"p{i}", Tensor(array.copy(), requires_grad=True)) for i, array in enumerate(start)]
