@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -48,13 +50,41 @@ class Form:
         """That of a value."""
         return cls(isinstance(value, tuple), tuple((part.shape, part.dtype) for part in tensors(value)))
 
-    def empty(self, xp: Any) -> list[Array]:
-        """Arrays for a value of this form, of any content, in the array namespace `xp`."""
-        return [xp.empty(shape, dtype=dtype) for shape, dtype in self.parts]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a message with such a value."""
+        return sum(self._sizes())
 
-    def empty_gradients(self, xp: Any) -> list[Array]:
-        """Arrays for the gradients of those of its parts that have one."""
-        return [xp.empty(shape, dtype=dtype) for shape, dtype in self.parts if is_real(dtype)]
+    def gradients(self) -> Form:
+        """The form of what goes back: the gradients of those parts that can have one."""
+        return Form(True, tuple((shape, dtype) for shape, dtype in self.parts if is_real(dtype)))
+
+    def room(self, xp: Any) -> tuple[Array, list[Array]]:
+        """Memory for one message, and the arrays in it that a value of this form is made of."""
+        if len(self.parts) == 1:
+            ((shape, dtype),) = self.parts
+            array = xp.empty(shape, dtype=dtype)
+            return array, [array]
+        sizes = self._sizes()
+        memory = xp.empty(sum(sizes), dtype=xp.uint8)
+        arrays = []
+        for (shape, dtype), end in zip(self.parts, accumulate(sizes)):
+            nbytes = math.prod(shape) * dtype.itemsize
+            start = end - _padded(nbytes)
+            arrays.append(memory[start : start + nbytes].view(dtype).reshape(shape))
+        return memory, arrays
+
+    def message(self, arrays: Sequence[Array], xp: Any) -> Array:
+        """The arrays as one message."""
+        if len(arrays) == 1:
+            return arrays[0]
+        memory, places = self.room(xp)
+        for place, array in zip(places, arrays, strict=True):
+            place[...] = array
+        return memory
+
+    def _sizes(self) -> list[int]:
+        return [_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in self.parts]
 
     def wrap(self, arrays: Sequence[Array]) -> Value:
         """The value of this form that `arrays` make: leaves, which keep gradients where there can be one."""
@@ -83,3 +113,8 @@ class Form:
             parts.append((tuple(words[:ndim]), DTYPES[code].numpy))
             words = words[ndim:]
         return cls(bool(is_tuple), tuple(parts))
+
+
+def _padded(nbytes: int) -> int:
+    """So that every array starts on a cache line."""
+    return -(-nbytes // 64) * 64

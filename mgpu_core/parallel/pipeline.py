@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
+from collectives.stream import SLOT_BYTES, SLOTS
 from mgpu_core import random
 from mgpu_core.autograd import no_grad
 from mgpu_core.autograd.tape import Array
@@ -54,11 +55,15 @@ from mgpu_core.parallel.pipeline_schedules import (
     Schedule,
     SendGradient,
     check,
-    in_groups,
     programs,
+    steps,
 )
 from mgpu_core.parallel.weight_gradients import WeightGradients
 from mgpu_core.tensor import Tensor, backward
+
+# By backend, how long messages may be for two of them to be sent before their receiver asks: with their headers they
+# fill the slots of a stream.
+_EAGER_BYTES = dict.fromkeys(("shm", "sim"), (SLOTS // 2 - 1) * SLOT_BYTES)
 
 
 class Pipeline:
@@ -114,10 +119,12 @@ class Pipeline:
         self.replicas = DataParallel(self.module, data, **bucketing)
         self.loss, self.microbatches = loss, microbatches
         self.waited = 0.0
-        self._training, self._inference = (
-            programs(schedule, self.ranks, microbatches, training=training)[self.rank] for training in (True, False)
-        )
-        self._forms: dict[tuple[Any, ...], dict[int, Form]] = {}
+        self._programs = {
+            (training, eager): programs(schedule, self.ranks, microbatches, training=training, eager=eager)[self.rank]
+            for training in (True, False)
+            for eager in (True, False)
+        }
+        self._boundaries: dict[tuple[Any, ...], _Boundaries] = {}
 
     def forward_backward(self, inputs: Array, *targets: Array, count: int) -> float:
         """Adds a batch's gradients to those of `module`, summed over the replicas.
@@ -127,7 +134,7 @@ class Pipeline:
         which is zero but on the rank of the last stage. Dropout needs `random.batch` around the call, as anywhere.
         """
         step = _Step(self, inputs, targets, count, training=True)
-        step.run(self._training)
+        step.run(self._programs[True, step.eager])
         self.waited = step.waited
         return step.loss
 
@@ -138,33 +145,48 @@ class Pipeline:
         """
         step = _Step(self, inputs, (), count=len(inputs), training=False)
         with no_grad():
-            step.run(self._inference)
+            step.run(self._programs[False, step.eager])
         self.waited = step.waited
         return Tensor(array_namespace(inputs).concat(step.outputs)) if step.outputs else None
 
-    def forms(self, inputs: Array) -> Mapping[int, Form]:
-        """What this rank's stages receive and send of a micro-batch like `inputs`, by the stage that sends it.
+    def boundaries(self, inputs: Array) -> _Boundaries:
+        """What crosses the boundaries between stages for a micro-batch like `inputs`.
 
-        For inputs of a new shape the stages find out together: each computes its outputs for zeros, in evaluation mode
+        For inputs of a new shape the ranks find out together: each computes its outputs for zeros, in evaluation mode
         and so without a trace, and tells the next one their form.
         """
         key = (inputs.shape, inputs.dtype)
-        if key in self._forms:
-            return self._forms[key]
-        forms = self._forms[key] = {}
+        if key not in self._boundaries:
+            self._boundaries[key] = self._agree(inputs)
+        return self._boundaries[key]
+
+    def _agree(self, inputs: Array) -> _Boundaries:
         xp = array_namespace(inputs)
+        forms: dict[int, Form] = {}
         value: Value = Tensor(xp.zeros_like(inputs))
         for stage, layers in self.stages.items():
             if stage > 0:
-                header = np.empty(Form.HEADER_WORDS, np.int64)
+                header = xp.empty(Form.HEADER_WORDS, dtype=xp.int64)
                 self.comm.recv(header, (stage - 1) % self.ranks)
-                forms[stage - 1] = Form.from_header(header)
-                value = forms[stage - 1].wrap([xp.zeros(shape, dtype=dtype) for shape, dtype in forms[stage - 1].parts])
+                forms[stage - 1] = form = Form.from_header(header)
+                value = form.wrap([xp.zeros(shape, dtype=dtype) for shape, dtype in form.parts])
             if stage < self.last:
                 with no_grad(), _evaluation(self.module), np.errstate(all="ignore"):
                     forms[stage] = Form.of(layers(value))
-                self.comm.send(forms[stage].header(), (stage + 1) % self.ranks)
-        return forms
+                self.comm.send(xp.asarray(forms[stage].header()), (stage + 1) % self.ranks)
+        if self.comm is None:
+            return _Boundaries(forms, eager=True)
+        largest = self.comm.all_reduce(xp.asarray(max(form.nbytes for form in forms.values())), "max")
+        return _Boundaries(forms, eager=int(largest) <= _EAGER_BYTES.get(self.comm.backend, 0))
+
+
+@dataclass(frozen=True)
+class _Boundaries:
+    """The forms of what this rank's stages receive and send, by the stage that sends it, and whether all messages of
+    the pipeline are small enough to be sent before they are asked for."""
+
+    forms: Mapping[int, Form]
+    eager: bool
 
 
 @dataclass
@@ -190,7 +212,9 @@ class _Step:
         self.pipeline, self.inputs, self.targets, self.count = pipeline, inputs, targets, count
         self.training, self.xp = training, array_namespace(inputs)
         self.rows = [slice(start, stop) for start, stop in zip(ends, ends[1:])]
-        self.forms = [pipeline.forms(inputs[rows]) for rows in self.rows]
+        boundaries = [pipeline.boundaries(inputs[rows]) for rows in self.rows]
+        self.forms = [boundary.forms for boundary in boundaries]
+        self.eager = all(boundary.eager for boundary in boundaries)
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.weights: dict[tuple[int, int], WeightGradients] = {}
         self.loss = 0.0
@@ -199,10 +223,10 @@ class _Step:
 
     def run(self, program: Iterable[Instruction]) -> None:
         """Does what the program says."""
-        for group in in_groups(program):
-            match group[0]:
+        for together in steps(program, eager=self.eager):
+            match together[0]:
                 case Message():
-                    self.exchange(message for message in group if isinstance(message, Message))
+                    self.exchange([message for message in together if isinstance(message, Message)])
                 case LoadMicroBatch(stage, microbatch):
                     self.load(stage, microbatch)
                 case Forward(stage, microbatch):
@@ -261,48 +285,46 @@ class _Step:
         """The last micro-batch completes the gradients: as they come they start on their way to the replicas."""
         return nullcontext() if microbatch == len(self.rows) - 1 else self.pipeline.replicas.no_sync()
 
-    def exchange(self, messages: Iterable[Message]) -> None:
+    def exchange(self, messages: Sequence[Message]) -> None:
         """Sends and receives at the same time."""
         begin = time.perf_counter()
         comm = self.pipeline.comm
-        with comm.group():
+        with comm.group() if len(messages) > 1 else nullcontext():
             for message in messages:
                 peer = message.peer.stage % comm.size
                 if message.sends:
-                    for array in self.take(message):
-                        comm.send(array, peer, tag=message.tag)
+                    comm.send(self.parcel(message), peer, tag=message.tag)
                 else:
-                    for array in self.make_room(message):
-                        comm.recv(array, peer, tag=message.tag)
+                    comm.recv(self.room_for(message), peer, tag=message.tag)
         self.waited += time.perf_counter() - begin
 
-    def take(self, message: Message) -> list[Array]:
-        """The arrays that a message sends. What the stage does not need any more is let go of."""
-        place = message.stage, message.microbatch
+    def parcel(self, message: Message) -> Array:
+        """What is sent. What the stage does not need any more is let go of."""
+        place, forms = (message.stage, message.microbatch), self.forms[message.microbatch]
         kept = self.kept[place]
         if isinstance(message, SendGradient):
             del self.kept[place]
-            return kept.gradients
+            return forms[message.stage - 1].gradients().message(kept.gradients, self.xp)
         assert kept.outputs is not None
         outputs = tensors(kept.outputs)
-        arrays = [output.data for output in outputs]
+        parcel = forms[message.stage].message([output.data for output in outputs], self.xp)
         if self.training:
             for output in outputs:  # backward looks at its shape only
                 output.data = self.xp.broadcast_to(self.xp.zeros((), dtype=output.dtype), output.shape)
         else:
             del self.kept[place]
-        return arrays
+        return parcel
 
-    def make_room(self, message: Message) -> list[Array]:
-        """Arrays, put where the stage will look for them, that a message is received into."""
+    def room_for(self, message: Message) -> Array:
+        """Where a message is received, and where the stage will look for it."""
         place, forms = (message.stage, message.microbatch), self.forms[message.microbatch]
         if isinstance(message, ReceiveActivation):
             form = forms[message.stage - 1]
-            arrays = form.empty(self.xp)
+            memory, arrays = form.room(self.xp)
             self.kept[place] = _Kept(form.wrap(arrays))
         else:
-            arrays = self.kept[place].gradients = forms[message.stage].empty_gradients(self.xp)
-        return arrays
+            memory, self.kept[place].gradients = forms[message.stage].gradients().room(self.xp)
+        return memory
 
 
 class _Layers(Module):

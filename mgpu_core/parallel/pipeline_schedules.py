@@ -8,11 +8,12 @@ two ranks and two micro-batches becomes, for the first rank,
     LoadMicroBatch(0, 1)   Forward(0, 1)   SendActivation(0, 1)   ReceiveGradient(0, 0)
     Backward(0, 0)   ReceiveGradient(0, 1)   Backward(0, 1)   ReduceGradients()
 
-A send may have to wait for its receiver, and messages that follow one another run together, so ranks that send to each
-other do not block. A message is received in the first pause of its receiver after it was sent, by a nominal clock,
-whether or not it is needed yet. So whoever waits waits for an earlier moment of that clock, and nobody waits for ever;
-`check` proves it for the very programs, along with everything else that must hold. Every schedule runs the backward
-passes of a stage in the order of the micro-batches, so gradients add up in one order and to the same bits.
+A message is received when it is needed, if two from each rank to each other can be on their way before (`eager`). If
+not, as when messages are large, a send waits for its receiver. Then messages that follow one another run together, so
+ranks that send to each other do not block, and a message is received in the first pause of its receiver after it was
+sent, by a nominal clock, needed or not: whoever waits waits for an earlier moment of that clock, so nobody waits for
+ever. `check` proves it for the very programs, along with everything else that must hold. Every schedule runs the
+backward passes of a stage in the order of the micro-batches, so gradients add up in one order, to the same bits.
 
 To make another schedule, derive from `Schedule`, and call `check`.
 """
@@ -24,7 +25,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from typing import ClassVar
 
 
@@ -192,6 +193,8 @@ class Interleaved(Schedule):
         self.chunks = chunks
 
     def order(self, rank: int, ranks: int, microbatches: int) -> Iterator[Work]:
+        if ranks < 2:
+            raise ScheduleError("a single rank has nobody to interleave with")
         if microbatches % ranks:
             raise ScheduleError(
                 f"interleaving {ranks} ranks needs a multiple of {ranks} micro-batches, not {microbatches}"
@@ -250,27 +253,27 @@ def _alternate(lead: int, forward: Iterator[Work], backward: Iterator[Work]) -> 
         yield work
 
 
-def programs(schedule: Schedule, ranks: int, microbatches: int, *, training: bool = True) -> list[list[Instruction]]:
-    """What each rank does in a step; without `training`, forward passes only."""
+def programs(
+    schedule: Schedule, ranks: int, microbatches: int, *, training: bool = True, eager: bool = True
+) -> list[list[Instruction]]:
+    """What each rank does in a step.
+
+    Args:
+        training: whether there is a way back; otherwise forward passes only.
+        eager: whether every rank can send every other two messages before that asks for the first.
+    """
     orders = [list(schedule.order(rank, ranks, microbatches)) for rank in range(ranks)]
     if not training:
         orders = [[work for work in order if isinstance(work, Forward)] for order in orders]
     last = schedule.chunks * ranks - 1
-    times = _timetable(orders, last, lambda work: 2.0 if isinstance(work, Backward) else 1.0)
-    begins = [[begin for begin, _ in rows] for rows in times]
-    inbox: list[list[list[tuple[float, Message]]]] = [[[] for _ in [*order, None]] for order in orders]
-    for order, rows in zip(orders, times, strict=True):
-        for work, (_, end) in zip(order, rows, strict=True):
-            if message := _message_after(work, last):
-                there = message.peer.stage % ranks
-                inbox[there][bisect_left(begins[there], end)].append((end, message.peer))
-    return [list(_program(order, received, last, training)) for order, received in zip(orders, inbox, strict=True)]
+    place = _where_needed(orders, last) if eager else _as_soon_as_sent(orders, last)
+    return [list(_program(order, inbox, last, training)) for order, inbox in zip(orders, place, strict=True)]
 
 
-def in_groups(program: Iterable[Instruction]) -> Iterator[list[Instruction]]:
-    """Messages that follow one another, which run together, as one list; every other instruction by itself."""
+def steps(program: Iterable[Instruction], *, eager: bool = True) -> Iterator[list[Instruction]]:
+    """What runs together: without `eager`, messages that follow one another; everything else by itself."""
     for messages, run in groupby(program, key=lambda instruction: isinstance(instruction, Message)):
-        if messages:
+        if messages and not eager:
             yield list(run)
         else:
             yield from ([instruction] for instruction in run)
@@ -279,8 +282,8 @@ def in_groups(program: Iterable[Instruction]) -> Iterator[list[Instruction]]:
 def check(schedule: Schedule, ranks: int, microbatches: int) -> list[int]:
     """Proves a schedule for these numbers of ranks and micro-batches, before it runs.
 
-    No rank waits for ever, even if every send waits for its receiver, in training or without; `check_programs` holds;
-    and no rank keeps more activations than `Schedule.peak` says.
+    What `check_programs` proves holds with eager messages and without; forward passes alone end too; and no rank keeps
+    more activations than `Schedule.peak` says.
 
     Returns: the most micro-batches whose activations each rank keeps at once, by rank.
 
@@ -289,15 +292,19 @@ def check(schedule: Schedule, ranks: int, microbatches: int) -> list[int]:
     """
     if ranks < 1 or microbatches < 1:
         raise ScheduleError(f"{ranks} ranks and {microbatches} micro-batches: both must be at least 1")
-    _check_progress(programs(schedule, ranks, microbatches, training=False))
-    peaks = check_programs(programs(schedule, ranks, microbatches), schedule.chunks * ranks, microbatches)
+    for eager in (True, False):
+        _check_progress(programs(schedule, ranks, microbatches, training=False, eager=eager), eager)
+        training = programs(schedule, ranks, microbatches, eager=eager)
+        peaks = check_programs(training, schedule.chunks * ranks, microbatches, eager=eager)
     for rank, peak in enumerate(peaks):
         if peak > (promised := schedule.peak(rank, ranks, microbatches)):
             raise ScheduleError(f"rank {rank} keeps the activations of {peak} micro-batches instead of {promised}")
     return peaks
 
 
-def check_programs(programs: Sequence[Sequence[Instruction]], stages: int, microbatches: int) -> list[int]:
+def check_programs(
+    programs: Sequence[Sequence[Instruction]], stages: int, microbatches: int, *, eager: bool = True
+) -> list[int]:
     """Proves the programs of one training step, a list for each rank.
 
     Everything that a rank's stages need is done once, after what it needs and with the backward passes of a stage in
@@ -305,7 +312,7 @@ def check_programs(programs: Sequence[Sequence[Instruction]], stages: int, micro
     """
     for rank, program in enumerate(programs):
         _check_work(rank, program, range(rank, stages, len(programs)), stages - 1, microbatches)
-    _check_progress(programs)
+    _check_progress(programs, eager)
     return [_peak(program) for program in programs]
 
 
@@ -369,12 +376,35 @@ def _message_after(work: Work, last: int) -> Message | None:
     return None
 
 
-def _program(
-    order: Sequence[Work], inbox: Sequence[list[tuple[float, Message]]], last: int, training: bool
-) -> Iterator[Instruction]:
-    """A rank's order with all that belongs to it; `inbox[i]`: when what is to be received before work i was sent."""
-    for work, received in zip(order, inbox, strict=False):
-        yield from (message for _, message in sorted(received, key=lambda sent: sent[0]))
+Inbox = list[list[Message]]  # what a rank receives before each of its works
+
+
+def _where_needed(orders: Sequence[Sequence[Work]], last: int) -> list[Inbox]:
+    needed = [[_message_before(work, last) for work in order] for order in orders]
+    return [[[message] if message else [] for message in messages] for messages in needed]
+
+
+def _as_soon_as_sent(orders: Sequence[Sequence[Work]], last: int) -> list[Inbox]:
+    """In the first pause that ends when the message has been sent, or later, by a nominal clock."""
+    times = _timetable(orders, last, lambda work: 2.0 if isinstance(work, Backward) else 1.0)
+    sent = [
+        (end, message.peer)
+        for order, rows in zip(orders, times, strict=True)
+        for work, (_, end) in zip(order, rows, strict=True)
+        if (message := _message_after(work, last))
+    ]
+    inboxes: list[Inbox] = [[[] for _ in order] for order in orders]
+    for end, message in sorted(sent, key=lambda item: item[0]):
+        rank = message.stage % len(orders)
+        begins = [begin for begin, _ in times[rank]]
+        inboxes[rank][bisect_left(begins, end)].append(message)
+    return inboxes
+
+
+def _program(order: Sequence[Work], inbox: Inbox, last: int, training: bool) -> Iterator[Instruction]:
+    """A rank's order with all that belongs to it."""
+    for work, received in zip(order, inbox, strict=True):
+        yield from received
         if isinstance(work, Forward) and work.stage in (0, last):
             yield LoadMicroBatch(work.stage, work.microbatch)
         yield work
@@ -409,23 +439,38 @@ def _timetable(
     return times
 
 
-def _check_progress(programs: Sequence[Iterable[Instruction]]) -> None:
-    """Replays the programs with sends that wait for their receivers."""
-    left = [deque(in_groups(program)) for program in programs]
-    ready: set[Instruction] = set()  # messages' ends that have been reached
+def _check_progress(programs: Sequence[Iterable[Instruction]], eager: bool) -> None:
+    """Replays the programs. A message ends when both its ends have been reached, and an eager send also when of what
+    the rank has sent the same receiver before, all but one have been received."""
+    left = [deque(steps(program, eager=eager)) for program in programs]
+    reached: set[Message] = set()
+    sent: dict[tuple[int, int], list[Message]] = {}  # by sender and receiver
+
+    def reach(rank: int, message: Message) -> None:
+        if message.sends and message not in reached:
+            sent.setdefault((rank, message.peer.stage % len(left)), []).append(message)
+        reached.add(message)
+
+    def ends(rank: int, message: Message) -> bool:
+        if message.peer in reached or not message.sends or not eager:
+            return message.peer in reached
+        earlier = takewhile(lambda other: other != message, sent[rank, message.peer.stage % len(left)])
+        return sum(other.peer not in reached for other in earlier) < 2
+
     moving = True
     while moving:
         moving = False
-        for steps in left:
-            while steps:
-                messages = [instruction for instruction in steps[0] if isinstance(instruction, Message)]
-                ready.update(messages)
-                if not all(message.peer in ready for message in messages):
+        for rank, ahead in enumerate(left):
+            while ahead:
+                messages = [instruction for instruction in ahead[0] if isinstance(instruction, Message)]
+                for message in messages:
+                    reach(rank, message)
+                if not all(ends(rank, message) for message in messages):
                     break
-                steps.popleft()
+                ahead.popleft()
                 moving = True
     if any(left):
-        raise _endless([[instruction for step in steps for instruction in step] for steps in left])
+        raise _endless([[instruction for step in ahead for instruction in step] for ahead in left])
 
 
 def _endless(left: Sequence[Sequence[Instruction]]) -> ScheduleError:

@@ -1,5 +1,6 @@
 """A pipeline's training is that of one process: every schedule, several kinds of models, with and without replicas."""
 
+import functools
 import weakref
 
 import numpy as np
@@ -163,6 +164,7 @@ def optimizer_of(module):
     return optim.SGD(named, lr=0.05, momentum=0.9) if named else Nobody()
 
 
+@functools.cache
 def alone(name, dtype=np.float64, *, microbatches=1, order=None, steps=STEPS):
     """One process: losses, and the model's state in the end. With `microbatches`, gradients add up over them."""
     model, inputs = build(name, dtype)
@@ -272,7 +274,7 @@ SHARES = [(1, 1), (5, 1), (1, 0)]
 def run_replicas(comm, cases):
     """Two pipelines of two ranks each, with unequal parts of the batch."""
     with comm.split(comm.rank // 2) as along, comm.split(comm.rank % 2) as across:
-        return [train(along, name, schedule, data=across, shares=shares, steps=10) for name, schedule, shares in cases]
+        return [train(along, name, schedule, data=across, shares=shares, steps=6) for name, schedule, shares in cases]
 
 
 def test_replicas_of_a_pipeline_follow_one_process():
@@ -280,9 +282,8 @@ def test_replicas_of_a_pipeline_follow_one_process():
     names = ["dropout", "attention", "dropout", "recurrent"]
     cases = [(name, schedule, shares) for shares in SHARES for name, schedule in zip(names, SCHEDULES)]
     by_rank = collectives.spawn(run_replicas, 4, (cases,))
-    references = {name: alone(name, steps=10) for name in set(names)}
     for (name, schedule, shares), *results in zip(cases, *by_rank):
-        assert distance(joined(results), references[name]) < 1e-10, (name, schedule, shares)
+        assert distance(joined(results), alone(name, steps=6)) < 1e-10, (name, schedule, shares)
         for one, other in ((0, 2), (1, 3)):  # replicas stay alike to the last bit
             for key, array in results[one][1].items():
                 np.testing.assert_array_equal(array, results[other][1][key])
@@ -372,7 +373,8 @@ def test_activations_are_kept_for_as_many_micro_batches_as_the_formula_says():
     for rank, found in enumerate(collectives.spawn(peaks, ranks)):
         for name, (tapes, outputs, *left) in found.items():
             assert tapes == SCHEDULES[name].peak(rank, ranks, 4 * ranks), name
-            assert outputs <= 2  # what was sent is let go of: its shape is all that backward needs
+            if rank < ranks - 1:  # what was sent is let go of: its shape is all that backward needs
+                assert outputs <= 2
             assert left == [0, 0]
 
 
@@ -380,22 +382,29 @@ def test_activations_are_kept_for_as_many_micro_batches_as_the_formula_says():
 
 
 def large(comm):
-    """Activations of 1 MB: more than a send puts anywhere, so it waits for its receiver."""
+    """For each schedule, the loss and the gradients. Messages are of 512 KB: more than is sent before it is asked for."""
     rng = np.random.default_rng(0)
-    layers = [nn.Linear(512, 512, rng=rng) for _ in range(3 * comm.size)]
-    xs, ys = rng.standard_normal((4 * 512, 512), np.float32), rng.integers(0, 512, 4 * 512)
-    losses = []
+    layers = [nn.Linear(128, 128, rng=rng) for _ in range(9)]
+    xs, ys = rng.standard_normal((6 * 1024, 128), np.float32), rng.integers(0, 128, 6 * 1024)
+    found = []
     for schedule in [*SCHEDULES.values(), Interleaved(3)]:
-        pipeline = Pipeline(nn.Sequential(*layers), comm, loss=loss, schedule=schedule, microbatches=4)
-        losses.append(pipeline.forward_backward(xs, ys, count=len(xs)))
-    return losses
+        for layer in layers:
+            layer.zero_grad()
+        pipeline = Pipeline(nn.Sequential(*layers), comm, loss=loss, schedule=schedule, microbatches=6)
+        value = pipeline.forward_backward(xs, ys, count=len(xs))
+        found.append((value, {name: p.grad.copy() for name, p in pipeline.module.named_parameters()}))
+    return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_messages_too_large_to_be_put_aside_do_not_block(size):
-    *others, last = collectives.spawn(large, size, timeout=60)
-    assert others == [[0.0] * 5] * (size - 1)
-    assert len(set(last)) == 1 and np.isfinite(last[0])
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_too_large_to_be_sent_before_they_are_asked_for_do_not_block(size):
+    (expected, gradients), *_ = large(None)
+    for results in zip(*collectives.spawn(large, size, timeout=60)):
+        value, found = joined(results)
+        assert value == expected
+        for name, array in found.items():
+            np.testing.assert_array_equal(array, gradients[name])
+        assert found.keys() == gradients.keys()
 
 
 # Mistakes
