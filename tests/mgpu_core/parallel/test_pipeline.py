@@ -26,35 +26,6 @@ WORDS = (FIGURES.integers(0, 3, (60, 6)) + 3 * LABELS[:, None]).astype(np.int64)
 # Models of at least eight layers, so that each of four ranks has two stages
 
 
-class Recurrent(nn.Module):
-    """(N, T, D) to (N, T, H): h = tanh(W x + U h), step by step."""
-
-    def __init__(self, inputs, size, *, rng, dtype):
-        self.into = nn.Linear(inputs, size, rng=rng, dtype=dtype)
-        self.again = nn.Linear(size, size, bias=False, rng=rng, dtype=dtype)
-
-    def forward(self, x):
-        h = Tensor(np.zeros((x.shape[0], self.again.weight.shape[0]), x.dtype))
-        states = []
-        for t in range(x.shape[1]):
-            h = (self.into(x[:, t]) + self.again(h)).tanh()
-            states.append(h)
-        return F.stack(states, 1)
-
-
-class Attention(nn.Module):
-    """(N, T, D) to the same: self-attention with one head, around which x goes as well."""
-
-    def __init__(self, size, *, rng, dtype):
-        self.norm = nn.LayerNorm(size, dtype=dtype)
-        self.query, self.key, self.value = (nn.Linear(size, size, rng=rng, dtype=dtype) for _ in range(3))
-
-    def forward(self, x):
-        y = self.norm(x)
-        scores = self.query(y) @ self.key(y).transpose() / y.shape[-1] ** 0.5
-        return x + F.softmax(scores) @ self.value(y)
-
-
 class Mean(nn.Module):
     """(N, T, D) to (N, D)."""
 
@@ -106,13 +77,21 @@ def convolutional(rng, dtype, *, norm=False, dropout=0.0):
 
 
 def recurrent(rng, dtype):
-    sizes = [3, 6, 5, 6, 5, 6]
-    layers = [Recurrent(a, b, rng=rng, dtype=dtype) for a, b in zip(sizes, sizes[1:])]
-    return nn.Sequential(*layers, Mean(), nn.LayerNorm(6, dtype=dtype), nn.Linear(6, 4, rng=rng, dtype=dtype))
+    return nn.Sequential(
+        nn.LSTM(3, 6, rng=rng, dtype=dtype),
+        nn.Dropout(0.2, rng=rng),
+        nn.LSTM(6, 3, bidirectional=True, rng=rng, dtype=dtype),
+        nn.GRU(6, 5, layers=2, rng=rng, dtype=dtype),
+        nn.Tanh(),
+        nn.GRU(5, 6, rng=rng, dtype=dtype),
+        Mean(),
+        nn.LayerNorm(6, dtype=dtype),
+        nn.Linear(6, 4, rng=rng, dtype=dtype),
+    )
 
 
 def attention(rng, dtype):
-    blocks = [Attention(6, rng=rng, dtype=dtype) for _ in range(4)]
+    blocks = [nn.TransformerBlock(6, 2, causal=i > 1, dropout=0.1, rng=rng, dtype=dtype) for i in range(4)]
     return nn.Sequential(
         nn.Embedding(12, 6, rng=rng, dtype=dtype), *blocks, Mean(), nn.GELU(), nn.Linear(6, 4, rng=rng, dtype=dtype)
     )
@@ -382,7 +361,7 @@ def test_activations_are_kept_for_as_many_micro_batches_as_the_formula_says():
 
 
 def large(comm):
-    """For each schedule, the loss and the gradients. Messages are of 512 KB: more than is sent before it is asked for."""
+    """For each schedule, loss and gradients. Messages are of 512 KB: more than is sent before it is asked for."""
     rng = np.random.default_rng(0)
     layers = [nn.Linear(128, 128, rng=rng) for _ in range(9)]
     xs, ys = rng.standard_normal((6 * 1024, 128), np.float32), rng.integers(0, 128, 6 * 1024)
