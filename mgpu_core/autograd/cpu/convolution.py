@@ -12,7 +12,7 @@ from mgpu_core.autograd.cpu.layout import Array, channels_first, channels_last
 from mgpu_core.autograd.cpu.threads import share_products
 from mgpu_core.autograd.portable.windows import Pair, output_size
 
-_BLOCK = 1 << 16  # elements of the column matrix at a time, so that it stays in the second-level cache
+_BLOCK = 1 << 17  # elements of the column matrix at a time: in float32, what a second-level cache of 512 KB holds
 
 
 def conv2d(x: Array, weight: Array, bias: Array | None, stride: Pair, padding: Pair) -> Array:
