@@ -479,9 +479,7 @@ def is_interrupted(comm: Communicator, after: float, where: str) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    ("where", "after"), [("call", 0.02), ("call", 0.3), ("recv", 0.02), ("recv", 0.3), ("wait", 0.2)]
-)
+@pytest.mark.parametrize(("where", "after"), [("call", 0.02), ("call", 0.3), ("recv", 0.3), ("wait", 0.2)])
 def test_ctrl_c_in_a_blocked_call(where: str, after: float) -> None:
     """It is heard within moments; the communicator is of no further use then, and the others are told."""
     first, second = collectives.spawn(is_interrupted, 2, (after, where))
