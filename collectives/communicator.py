@@ -77,7 +77,7 @@ class Communicator:
         self.rank = backend.rank
         self.size = backend.size
         self._lock = threading.RLock()
-        self._plans: dict[tuple[Any, ...], Callable[[], None]] = {}  # of all_reduce in place, by address and terms
+        self._plans: dict[tuple[Any, ...], Callable[..., None]] = {}  # of all_reduce in place, by address and terms
         self._seen: set[tuple[Any, ...]] = set()
         self._group: tuple[list[Message], list[Message]] | None = None
         self._finalizer = weakref.finalize(self, backend.close)  # for whoever drops it without closing it
@@ -117,7 +117,7 @@ class Communicator:
                 self._remember(x, op, algorithm)
             else:
                 with self._lock:
-                    run()
+                    run(x)
                 return x
         if isinstance(x, (list, tuple)):
             return self._all_reduce_list(x, op, out, algorithm, async_op)

@@ -140,7 +140,8 @@ def _compile(name: str, path: Path) -> bytes:
 
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Let one process compile while others wait for its result. Without a folder to lock, all compile."""
+    """Let one process compile while others wait for its result. Without a folder to lock, or when the one that has the
+    lock takes too long (it may have been stopped), all compile."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path.with_suffix(".lock"), "w")
@@ -148,8 +149,17 @@ def _only_one(path: Path) -> Iterator[None]:
         yield
         return
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
         yield
+
+
+_PATIENCE = 120.0  # seconds; compiling one function takes a few
 
 
 def _link(name: str, code: bytes) -> Native:

@@ -37,8 +37,9 @@ class Backend(ABC):
         """Begin a collective call. Calls run in the order in which they were begun."""
 
     @abstractmethod
-    def plan(self, call: Call, source: Any, target: Any) -> Callable[[], None]:
-        """A function that makes this very call each time it is called, with these arrays, which the caller keeps."""
+    def plan(self, call: Call, source: Any, target: Any) -> Callable[..., None]:
+        """A function that makes this very call each time it is called, with these arrays. It does not keep them: the
+        caller does, or gives them (or what owns them) with each call, to be kept until that call has ended."""
 
     @abstractmethod
     def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:

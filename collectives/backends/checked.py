@@ -42,8 +42,8 @@ class Checked(Backend):
     def start(self, call: Call, source: Any, target: Any) -> Pending:
         return _Ended(lambda: self.run(call, source, target))
 
-    def plan(self, call: Call, source: Any, target: Any) -> Callable[[], None]:
-        def run() -> None:
+    def plan(self, call: Call, source: Any, target: Any) -> Callable[..., None]:
+        def run(keep: object = None) -> None:
             self.run(call, source, target)
 
         return run

@@ -116,18 +116,18 @@ class Shm(Backend):
         job.inputs[self.rank], job.outputs[self.rank] = start, end
         return self._progress.submit(Queued(call, job, (source, target)), lambda: free.append(job))
 
-    def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[[], None]:
+    def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[..., None]:
         self._check_usable()
         start, end = self._addresses(source, target)
         _, job = self._take_job(call, start, end, source, target)
         job.inputs[self.rank], job.outputs[self.rank] = start, end
         execute, place = self._execute, job.address
 
-        def run() -> None:
+        def run(keep: object = None) -> None:
             if self._unusual:
                 self._check_usable()
                 if self._progress is not None and self._progress.busy:
-                    self._progress.submit(Queued(call, job, ()), lambda: None).wait()
+                    self._progress.submit(Queued(call, job, keep), lambda: None).wait()
                     return
             try:
                 if status := execute(place, 0, 1, 0, 1):

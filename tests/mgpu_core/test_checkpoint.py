@@ -75,7 +75,9 @@ def test_other_tools_can_read_it(tmp_path):
     np.testing.assert_array_equal(load_file(tmp_path / "c.safetensors")["x"], value)
 
 
-@pytest.mark.parametrize("value", [np.array([object()]), np.array(["a"]), np.ones(2, np.complex128)], ids=lambda value: value.dtype.name)
+@pytest.mark.parametrize(
+    "value", [np.array([object()]), np.array(["a"]), np.ones(2, np.complex128)], ids=lambda value: value.dtype.name
+)
 def test_a_dtype_the_format_lacks_is_refused_by_name(tmp_path, value):
     with pytest.raises(CheckpointError, match="model.weight.*" + str(value.dtype)):
         checkpoint.save(tmp_path / "c", {"model.weight": value}, {})
