@@ -86,15 +86,15 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_registering_and_finding(registry: None) -> None:
     @algorithm("all_reduce")
-    def test_only(chunks: Chunks, size: int) -> None: ...
+    def only(chunks: Chunks, size: int) -> None: ...
 
-    @algorithm("all_gather", name="test_only")
+    @algorithm("all_gather", name="only")
     def another(chunks: Chunks, size: int) -> None: ...
 
-    assert lookup("all_reduce", "test_only") is test_only
-    assert algorithms("all_gather")["test_only"] is another
-    with pytest.raises(ValueError, match="no broadcast algorithm is called 'test_only'; there are"):
-        lookup("broadcast", "test_only")
+    assert lookup("all_reduce", "only") is only
+    assert algorithms("all_gather")["only"] is another
+    with pytest.raises(ValueError, match="no broadcast algorithm is called 'only'; there are"):
+        lookup("broadcast", "only")
     with pytest.raises(ValueError, match="no collective is called 'all_reduced'; there are all_reduce, reduce"):
         algorithm("all_reduced")
     with pytest.raises(ValueError, match="no collective is called 'all_reduced'"):

@@ -414,15 +414,16 @@ def test_close_by_one_rank() -> None:
         assert "of no further use" in told[1]
 
 
-def leaves_after_the_last_call(comm: Communicator, size: int) -> None:
+def leaves_after_the_last_call(comm: Communicator, size: int) -> bool:
     """A rank whose part in a call is over may leave at once; that is no loss for the others, still at it."""
     data = np.ones(size, np.float32) if comm.rank == 0 else np.empty(size, np.float32)
     comm.broadcast(data, algorithm="chain")
     comm.close()
+    return bool((data == 1).all())
 
 
 def test_leaving_after_ones_part_is_no_loss() -> None:
-    collectives.spawn(leaves_after_the_last_call, 4, (20_000_003,))
+    assert all(collectives.spawn(leaves_after_the_last_call, 4, (20_000_003,)))
 
 
 def closes_the_world(comm: Communicator) -> list[str]:
