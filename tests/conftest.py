@@ -1,6 +1,7 @@
 """Rules for every test: few threads, no leftovers, no luck with timing."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,6 +13,9 @@ import pytest
 # Ranks outnumber cores in tests, so each takes one thread; set before NumPy and Numba are imported.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
+
+# A shell that starts this in the background has it ignore SIGINT, and the programs that tests interrupt would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("mgpu", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("mgpu")
