@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from collectives.installation import check_ours
 
 if TYPE_CHECKING:
+    from collectives.algorithms import algorithm
     from collectives.bucket import Bucketer
-    from collectives.builder import Chunks, Share, algorithm
+    from collectives.builder import Chunks, Share
     from collectives.call import PremulSum, premul_sum
     from collectives.communicator import Communicator, Work
+    from collectives.cost import Topology, predict
     from collectives.errors import (
         CollectiveError,
         CollectiveMismatchError,
@@ -38,11 +40,13 @@ _HOMES = {
     "Bucketer": "bucket",
     "Chunks": "builder",
     "Share": "builder",
-    "algorithm": "builder",
+    "algorithm": "algorithms",
     "PremulSum": "call",
     "premul_sum": "call",
     "Communicator": "communicator",
     "Work": "communicator",
+    "Topology": "cost",
+    "predict": "cost",
     "CollectiveError": "errors",
     "CollectiveMismatchError": "errors",
     "CollectiveTimeoutError": "errors",
@@ -67,10 +71,12 @@ __all__ = [
     "Program",
     "ProgramError",
     "Share",
+    "Topology",
     "Work",
     "algorithm",
     "build",
     "init",
+    "predict",
     "premul_sum",
     "spawn",
     "verify",
