@@ -210,7 +210,7 @@ def follows_one_process(size, cases):
         assert distance(result, in_pieces) < 1e-10, (name, schedule)
         if name != "batch norm":
             assert distance(in_pieces, alone(name, steps=steps)) < 1e-10
-        if name == "convolutional":
+        if name == "convolutional" and steps == STEPS:
             assert in_pieces[0][-5:].mean() < 0.7 * in_pieces[0][0]  # it learns
         before = states.setdefault((name, steps), result[1])
         for key, array in result[1].items():
