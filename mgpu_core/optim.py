@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
@@ -19,14 +18,12 @@ class Optimizer(ABC):
 
     `parameters` are tensors, or (name, tensor) pairs as `Module.named_parameters` gives; the names appear in the state.
     `lr` may be assigned at any time. A parameter that the loss did not use has gradient zero: decay and
-    momentum still move it, on one rank as on many.
+    momentum still move it, on one rank as on many. There may be none, as on a rank whose layers have no parameters.
     """
 
     def __init__(self, parameters: Iterable[Tensor | tuple[str, Tensor]], lr: float) -> None:
         named = (p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters))
         self.parameters: dict[str, Tensor] = {name: p for name, p in named if p.requires_grad}
-        if not self.parameters:
-            raise ValueError("an optimiser needs at least one parameter that requires a gradient")
         self.lr = lr
         self.steps = 0
         self.state: dict[str, dict[str, Array]] = {}  # of each kind, one array for each parameter
@@ -187,26 +184,3 @@ class AdamW(Optimizer):
             weight_decay=self.weight_decay,
             step=self.steps,
         )
-
-
-def grad_norm(parameters: Iterable[Tensor]) -> float:
-    """The Euclidean norm of all gradients together."""
-    norms = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            norms.append(float(array_namespace(parameter.grad).linalg.vector_norm(parameter.grad)))
-    return math.hypot(*norms)
-
-
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> float:
-    """Scales all gradients, in place, so that their common norm is at most `max_norm`; returns what it was.
-
-    Pascanu, Mikolov and Bengio 2013. Gradients that are not finite stay as they are.
-    """
-    parameters = list(parameters)
-    norm = grad_norm(parameters)
-    if math.isfinite(norm) and norm > max_norm:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad *= max_norm / norm
-    return norm

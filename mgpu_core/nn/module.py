@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from array_api_compat import array_namespace
 
 from mgpu_core.autograd.tape import Array
 from mgpu_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from mgpu_core.parallel.placement import Placement
 
 Self = TypeVar("Self", bound="Module")
 
@@ -17,14 +20,22 @@ class Parameter(Tensor):
     """A tensor that is trained: a leaf that requires a gradient. Set `requires_grad` to False to freeze it.
 
     `sharded_over` names the axes of a mesh of ranks along which each rank holds a different part of it; along all
-    others the ranks hold copies.
+    others the ranks hold copies. `placement` says which part of a whole parameter this is; None: all of it.
     """
 
-    __slots__ = ("sharded_over",)
+    __slots__ = ("placement", "sharded_over")
 
-    def __init__(self, data: Any, *, dtype: Any = None, sharded_over: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        data: Any,
+        *,
+        dtype: Any = None,
+        sharded_over: tuple[str, ...] = (),
+        placement: Placement | None = None,
+    ) -> None:
         super().__init__(data, dtype=dtype, requires_grad=True)
         self.sharded_over = sharded_over
+        self.placement = placement
 
 
 class Module:

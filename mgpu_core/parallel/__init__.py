@@ -1,5 +1,24 @@
-"""Strategies of parallel training. Each gives the loss curve of a single process, within float rounding."""
+"""Strategies of parallel training. Each gives the loss curve of a single process, within float rounding.
 
+A `Mesh` lays out the ranks; its axes' communicators go to the strategies, and any of them may be None.
+"""
+
+from mgpu_core.parallel.balance import cut, measure
 from mgpu_core.parallel.data import DataParallel
+from mgpu_core.parallel.mesh import Mesh
+from mgpu_core.parallel.norm import clip_grad_norm, grad_norm
+from mgpu_core.parallel.pipeline import Pipeline
+from mgpu_core.parallel.pipeline_schedules import SCHEDULES
+from mgpu_core.parallel.placement import Placement
 
-__all__ = ["DataParallel"]
+__all__ = [
+    "SCHEDULES",
+    "DataParallel",
+    "Mesh",
+    "Pipeline",
+    "Placement",
+    "clip_grad_norm",
+    "cut",
+    "grad_norm",
+    "measure",
+]

@@ -164,20 +164,12 @@ def test_a_parameter_without_a_gradient_has_gradient_zero_and_a_frozen_one_stays
     np.testing.assert_array_equal(frozen.data, 1)
 
 
-def test_clipping_by_the_global_norm():
-    parameters = [Tensor(np.zeros(n), requires_grad=True) for n in (2, 3, 1)]
-    parameters[0].grad, parameters[1].grad = np.array([3.0, 0.0]), np.array([0.0, 4.0, 0.0])
-    arrays = [p.grad for p in parameters]
-    assert optim.grad_norm(parameters) == 5
-    assert optim.clip_grad_norm(parameters, 10.0) == 5
-    np.testing.assert_array_equal(parameters[0].grad, [3, 0])
-    assert optim.clip_grad_norm(iter(parameters), 1.0) == 5
-    np.testing.assert_allclose(parameters[0].grad, [0.6, 0])
-    np.testing.assert_allclose(parameters[1].grad, [0, 0.8, 0])
-    assert all(p.grad is array for p, array in zip(parameters, arrays))
-    parameters[0].grad[0] = np.nan
-    assert np.isnan(optim.clip_grad_norm(parameters, 0.1))
-    np.testing.assert_allclose(parameters[1].grad, [0, 0.8, 0])
+def test_there_may_be_nothing_to_train():
+    for optimizer in (optim.SGD([], 0.1, momentum=0.9), optim.AdamW([])):
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.steps == 1
 
 
 def test_lars_treats_a_layer_alike_at_every_scale():
@@ -197,8 +189,6 @@ def test_lars_refuses_a_part_of_a_parameter():
 
 def test_what_is_refused():
     p = Tensor(np.zeros(2), requires_grad=True)
-    with pytest.raises(ValueError, match="at least one parameter"):
-        optim.SGD([Tensor(np.zeros(2))], 0.1)
     with pytest.raises(ValueError, match="Nesterov"):
         optim.SGD([p], 0.1, nesterov=True)
     optimizer = optim.AdamW([p])

@@ -1,0 +1,46 @@
+"""Clipping gradients by their norm, where ranks hold different parts of the model as well as copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from mgpu_core.parallel.mesh import Mesh
+from mgpu_core.tensor import Tensor
+
+
+def grad_norm(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> float:
+    """The Euclidean norm of the gradients of the whole model; the same on every rank of the mesh, which all call it.
+
+    Every element counts once. What a parameter is `sharded_over`, its ranks hold different parts of; along the other
+    axes they hold copies, of which the first rank's counts. Along "pipeline" each rank has layers of its own.
+    """
+    replicated = [axis for axis in ("data", "tensor") if mesh is not None and mesh.index(axis) > 0]
+    norms = []
+    for parameter in parameters:
+        over = getattr(parameter, "sharded_over", ())
+        if parameter.grad is not None and all(axis in over for axis in replicated):
+            norms.append(float(array_namespace(parameter.grad).linalg.vector_norm(parameter.grad)))
+    own = math.hypot(*norms)
+    if mesh is None or mesh.comm is None:
+        return own
+    return math.hypot(*mesh.comm.all_gather(np.array([own])).tolist())
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, mesh: Mesh | None = None) -> float:
+    """Scales all gradients, in place, so that their common norm is at most `max_norm`; returns what it was.
+
+    Pascanu, Mikolov and Bengio 2013. To be called after gradients were summed over replicas, with this rank's
+    parameters, by every rank of `mesh`; see `grad_norm` for what counts. Gradients that are not finite stay as they
+    are, on every rank.
+    """
+    parameters = list(parameters)
+    norm = grad_norm(parameters, mesh)
+    if math.isfinite(norm) and norm > max_norm:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad *= max_norm / norm
+    return norm
