@@ -28,8 +28,11 @@ def generator(*path: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key(*path)))
 
 
+State = tuple[int, int, Sequence[int]] | None
+
+
 class _Current(threading.local):
-    batch: tuple[int, int, Sequence[int]] | None = None
+    batch: State = None
 
 
 _current = _Current()
@@ -42,7 +45,19 @@ def batch(*, seed: int, step: int, samples: Sequence[int]) -> Iterator[None]:
     `samples` has, for each row of this rank's part of the batch, its place in the global batch: range(8, 16), say, on
     the second of two ranks. Every forward pass in training that has dropout needs this around it.
     """
-    before, _current.batch = _current.batch, (seed, step, samples)
+    with resumed((seed, step, samples)):
+        yield
+
+
+def current() -> State:
+    """What the surrounding `batch` said, for `resumed`; None outside of one."""
+    return _current.batch
+
+
+@contextmanager
+def resumed(state: State) -> Iterator[None]:
+    """Inside (this thread only), randomness is what it was where `current` returned this state."""
+    before, _current.batch = _current.batch, state
     try:
         yield
     finally:

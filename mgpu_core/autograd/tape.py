@@ -30,13 +30,25 @@ _mode = _Mode()
 
 
 @contextmanager
-def no_grad() -> Iterator[None]:
-    """Inside (this thread only), operations leave nothing on the tape. Works as a decorator as well."""
-    before, _mode.recording = _mode.recording, False
+def recording(mode: bool) -> Iterator[None]:
+    """Inside (this thread only), operations go on the tape, or leave nothing there."""
+    before, _mode.recording = _mode.recording, mode
     try:
         yield
     finally:
         _mode.recording = before
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """Inside (this thread only), operations leave nothing on the tape. Works as a decorator as well."""
+    with recording(False):
+        yield
+
+
+def mark() -> int:
+    """A point in time: every node made so far has a smaller `order`, every later one a larger."""
+    return next(_clock)
 
 
 def is_recording() -> bool:

@@ -10,6 +10,7 @@ from mgpu_core.parallel.norm import clip_grad_norm, grad_norm
 from mgpu_core.parallel.pipeline import Pipeline
 from mgpu_core.parallel.pipeline_schedules import SCHEDULES
 from mgpu_core.parallel.placement import Placement
+from mgpu_core.parallel.recompute import recompute
 
 __all__ = [
     "SCHEDULES",
@@ -21,4 +22,5 @@ __all__ = [
     "cut",
     "grad_norm",
     "measure",
+    "recompute",
 ]

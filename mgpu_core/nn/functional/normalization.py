@@ -8,6 +8,7 @@ from collections.abc import Callable
 from array_api_compat import array_namespace
 
 from mgpu_core.autograd.kernels import kernels_for
+from mgpu_core.autograd.replay import is_replay, remember
 from mgpu_core.autograd.tape import Array, once
 from mgpu_core.tensor import Tensor, record
 
@@ -43,19 +44,23 @@ def batch_norm(
     channels = a.shape[1]
     center = xp.astype(running_mean.data, xp.float64, copy=True)
     if training:
-        size = xp.asarray([a.size / channels], dtype=xp.float64)
-        sums = xp.concat([*kernels.channel_moments(a, center), size])
-        if reduce is not None:
-            sums = reduce(sums)
+
+        def statistics() -> tuple[Array, Array]:
+            size = xp.asarray([a.size / channels], dtype=xp.float64)
+            sums = xp.concat([*kernels.channel_moments(a, center), size])
+            return center, sums if reduce is None else reduce(sums)
+
+        before, sums = remember(statistics)
         count = float(sums[-1])
         if not count:
             raise ValueError(f"batch norm in training needs at least one element per channel; x is {a.shape}")
         offset = sums[:channels] / count
         variance = sums[channels:-1] / count - offset * offset
-        center += offset
-        unbiased = variance * (count / max(count - 1, 1))
-        running_mean.data += xp.astype(momentum * offset, running_mean.dtype)
-        running_var.data += xp.astype(momentum * (unbiased - running_var.data), running_var.dtype)
+        center = before + offset
+        if not is_replay():
+            unbiased = variance * (count / max(count - 1, 1))
+            running_mean.data += xp.astype(momentum * offset, running_mean.dtype)
+            running_var.data += xp.astype(momentum * (unbiased - running_var.data), running_var.dtype)
     else:
         variance = xp.astype(running_var.data, xp.float64)
         count = math.inf  # so that no gradient goes through the statistics
