@@ -250,6 +250,8 @@ def execute(job: int, channel: int, channels: int, lane: int, lanes: int) -> int
             pc = 0
             slice += 1
         else:
+            if opcode == ENTER:
+                sync()  # it releases what the lanes have put into scratch
             if lane == 0:
                 status = DONE
                 if opcode == WAIT:

@@ -375,3 +375,18 @@ def test_run_channel_leaves_finished_channels_alone(execute: Execute) -> None:
     run_channel(jobs[0].address, 0, 2, 0, 1)
     run_channel(jobs[1].address, 0, 2, 0, 1)
     assert list(world.counters[1][:, x.COUNT_CALLS]) == [1, 1]
+
+
+def test_enter_publishes_only_after_all_lanes_have_put_their_part_into_scratch() -> None:
+    """With many lanes, one may be behind: what precedes Enter is complete only after they have met."""
+    seen: list[str] = []
+
+    def note(name: str) -> Any:
+        return lambda *arguments: seen.append(name)
+
+    bodies = {**python.bodies(find("int32"), "sum"), "sync": note("sync"), "copy_bytes": note("copy")}
+    bodies["raise_flag"] = lambda flag, value: (seen.append("raise"), python.PRIMITIVES["raise_flag"](flag, value))
+    world = World(1)
+    job = world.job(0, [[move(0, [cell(0)], [inp(0)]), ENTER]], 4, [3])
+    assert bind(x.execute, bodies, python.as_it_is)(job.address, 0, 1, 0, 1) == x.DONE
+    assert "sync" in seen[seen.index("copy") : seen.index("raise")]
