@@ -51,6 +51,8 @@ def same_kind(like: Any, result: Array) -> Any:
         import jax.numpy as jnp
 
         return jnp.asarray(result)
+    if kind == "numba":  # a device array of CUDA's simulator, which wraps NumPy's
+        return type(like)(result)
     return result
 
 

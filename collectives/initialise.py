@@ -13,7 +13,7 @@ from collectives.communicator import Communicator
 from collectives.host import Host
 from collectives.rendezvous import Meeting, meet
 
-BACKENDS = ("auto", "shm")
+BACKENDS = ("auto", "shm", "sim")
 
 
 def init(
@@ -34,23 +34,34 @@ def init(
     MGPU_DEBUG_RESULTS=1 looks for NaN and for results that differ between ranks after every call (see
     `collectives.backends.checked`).
 
-    backend: "shm", processes on one host that share memory; "auto" chooses it.
+    backend: "shm", processes on one host that share memory; "auto" chooses it. "sim": the GPU's kernels, in Numba's
+    simulator, on the same memory, for tests (`spawn(..., backend="sim")` sets it up); ImportError where Numba does not
+    simulate.
 
     Raises ValueError for a wrong argument or environment, CollectiveTimeoutError naming who did not come, PeerLostError
     naming a rank that died meanwhile, MemoryError where the host has too little.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; there are {', '.join(BACKENDS)}")
+    engine_class = _engine_class(backend)
     meeting = meet(environment.place(rank, size, address, timeout=timeout))
     with ExitStack() as undo:
         undo.callback(meeting.close)
         _share_processors(meeting)
         host = Host(meeting)
         undo.callback(host.close)
-        engine = Shm(host, range(meeting.size), 0, timeout)
+        engine = engine_class(host, range(meeting.size), 0, timeout)
         meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
         undo.pop_all()
     return Communicator(Checked(engine) if os.environ.get("MGPU_DEBUG_RESULTS") == "1" else engine)
+
+
+def _engine_class(backend: str) -> type[Shm]:
+    if backend == "sim":
+        from collectives.backends.sim import Sim
+
+        return Sim
+    return Shm
 
 
 def _share_processors(meeting: Meeting) -> None:

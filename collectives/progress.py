@@ -20,7 +20,6 @@ import numpy as np
 from collectives.backends.base import Pending
 from collectives.call import Call
 from collectives.job import LINE, Job
-from kernels import native
 from kernels.progress import IDLE, QUEUE_BYTES, QUEUE_CAPACITY, QUEUE_COMPLETED
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Progress:
         self._memory = np.zeros(QUEUE_BYTES + LINE, np.uint8)
         self._queue = -(-self._memory.ctypes.data // LINE) * LINE
         self._submit, self._serve, self._complete, self.settle = (
-            native.load(name).call for name in ("submit", "serve", "complete", "settle")
+            shm.load(name).call for name in ("submit", "serve", "complete", "settle")
         )
         self._running: deque[tuple[int, Queued, Callable[[], None]]] = deque()
         self._submitted = 0

@@ -14,7 +14,6 @@ from collectives.deadlock import Doing, Waiting
 from collectives.job import Encoded, Job, Link
 from collectives.program import Program, Signal, Wait
 from collectives.watch import Watch
-from kernels import native
 from kernels.dtypes import find
 from kernels.executor import DONE
 
@@ -35,7 +34,7 @@ class Signals:
     def __init__(self, shm: Shm) -> None:
         self._shm = shm
         self._jobs: dict[tuple[int, bool], Job] = {}
-        self._execute = native.load("execute").call
+        self._execute = shm.load("execute").call
 
     def send(self, peer: int) -> None:
         """One signal more for `peer`."""

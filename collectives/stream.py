@@ -24,7 +24,6 @@ from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
 from collectives.job import Encoded, Job, Link
 from collectives.program import Buffer, Move, Program, Ref, Signal, Wait
 from collectives.watch import Watch
-from kernels import native
 from kernels.dtypes import DTYPES, DType, find
 from kernels.executor import DONE, LINK_SPINS, LINK_YIELDS
 
@@ -145,7 +144,7 @@ class _End:
         )
         self._shm, self.peer, self._sending = shm, peer, sending
         self._encoded = Encoded.of(stream_program(), self._link.rank)
-        self._execute = native.load("execute").call
+        self._execute = shm.load("execute").call
         self._header = np.zeros(_HEADER_WORDS, np.int64)
         self._jobs: dict[tuple[DType, int], Job] = {}
         self._messages = 0

@@ -46,6 +46,7 @@ class Shm(Backend):
     """One communicator of processes on one host. `members[r]` is the world's number of this communicator's rank r."""
 
     name = "shm"
+    load: Callable[[str], native.Native] = staticmethod(native.load)  # where the executor and its reductions come from
 
     def __init__(
         self, host: Host, members: Sequence[int], arena: int, timeout: float, path: tuple[int, ...] = ()
@@ -77,7 +78,7 @@ class Shm(Backend):
         )
         self._heap = Heap(heap, start + room - heap)
         self._heap_start, self._heap_bytes = host.own.address + heap, start + room - heap
-        self._execute, self._execute_on = native.load("execute").call, native.load("execute_on").call
+        self._execute, self._execute_on = self.load("execute").call, self.load("execute_on").call
         self._jobs: dict[tuple[Any, ...], list[Job]] = {}
         self._progress: Progress | None = None
         self._failure = ""  # why this communicator is of no further use
@@ -186,7 +187,7 @@ class Shm(Backend):
                 break
         combine = 0
         if contract.reduces and call.collective != "barrier":
-            combine = native.load(f"reduce-{call.dtype.name}-{call.op}").address
+            combine = self.load(f"reduce-{call.dtype.name}-{call.op}").address
         job = Job(
             self.link,
             encoded,
@@ -380,7 +381,7 @@ class Shm(Backend):
                 if not common:
                     raise MemoryError(f"{ARENAS} sub-communicators are alive; close those that are done with")
                 members, path = [self.members[rank] for rank in family], (*self._birth.path, self._splits)
-                child = Shm(self.host, members, min(common), self.timeout, path)
+                child = type(self)(self.host, members, min(common), self.timeout, path)
                 self.host.free_arenas.discard(child.arena)
             except MemoryError as error:
                 problem = str(error)

@@ -7,21 +7,33 @@ rightly: that is proven from the program. One block runs after another, so chann
 from __future__ import annotations
 
 import sys
+import threading
+import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from numba import cuda
 from numba.cuda import config
 
-from kernels import executor
-from kernels.dtypes import find
+from kernels import executor, progress
+from kernels.dtypes import DTYPES, OPERATIONS, find
+from kernels.executor import BLOCKED, JOB_PLACE, PLACE_STATUS
+from kernels.native import Native
 from kernels.portable import bind
+from kernels.primitives import load_word, store_word
 from kernels.targets import python
 
 if not config.ENABLE_CUDASIM:
-    raise ImportError("Numba simulates CUDA only if NUMBA_ENABLE_CUDASIM=1 was set before it was imported")
+    raise ImportError(
+        "Numba simulates CUDA only if NUMBA_ENABLE_CUDASIM=1 was set before it was imported; set it in the environment "
+        "of every rank, as collectives.spawn(..., backend='sim') does"
+    )
+
+LANES = 4  # threads of the one block that `load("execute")` launches
 
 sys.setswitchinterval(1e-4)  # seconds; a block's threads hand the interpreter to each other all the time
+_one_launch = threading.Lock()  # the simulator has one kernel at a time in a process
 
 
 def sync() -> None:
@@ -29,13 +41,44 @@ def sync() -> None:
     cuda.syncthreads()
 
 
+def combine(function: int, *arguments: int) -> None:
+    """The reduction whose number `load` gave."""
+    _reduction(function)(*arguments)
+
+
 @cache
-def kernel(dtype: str, operation: str) -> Any:
-    """`kernel(dtype, operation)[channels, lanes](job)` runs a job: see `kernels.executor.run_channel`."""
-    run = bind(executor.run_channel, {**python.bodies(find(dtype), operation), "sync": sync}, python.as_it_is)
+def _reduction(number: int) -> Callable[..., int]:
+    return python.reduction(DTYPES[number >> 8], OPERATIONS[(number & 0xFF) - 1])
 
-    @cuda.jit
-    def block(job):  # type: ignore[no-untyped-def]
-        run(job, cuda.blockIdx.x, cuda.gridDim.x, cuda.threadIdx.x, cuda.blockDim.x)
 
-    return block
+_run = bind(executor.run_channel, {**python.PRIMITIVES, "combine": combine, "sync": sync}, python.as_it_is)
+
+
+@cuda.jit
+def kernel(job):  # type: ignore[no-untyped-def]
+    """`kernel[channels, lanes](job)` runs a job: see `kernels.executor.run_channel`."""
+    _run(job, cuda.blockIdx.x, cuda.gridDim.x, cuda.threadIdx.x, cuda.blockDim.x)
+
+
+def execute(job: int, channel: int, channels: int, lane: int, lanes: int) -> int:
+    """`kernels.executor.execute` for a job of one channel, by a block of LANES threads."""
+    status = job + 8 * (JOB_PLACE + PLACE_STATUS)
+    with _one_launch:
+        store_word(status, BLOCKED)
+        kernel[1, LANES](job)
+        result = load_word(status)
+    if result == BLOCKED:
+        time.sleep(0)  # another thread may have one to launch
+    return result
+
+
+@cache
+def load(name: str) -> Native:
+    """What `kernels.native.load` gives for the CPU: a function to call, or the number of a reduction."""
+    if name.startswith("reduce-"):
+        _, dtype, operation = name.split("-")
+        return Native(python.reduction(find(dtype), operation), find(dtype).code << 8 | OPERATIONS.index(operation) + 1)
+    if name == "execute":
+        return Native(execute, 0)
+    known: dict[Any, Any] = {executor.execute: execute}
+    return Native(bind(getattr(progress, name), python.PRIMITIVES, python.as_it_is, known), 0)

@@ -49,8 +49,9 @@ def main(descriptor: int, rank: int, cases: list[dict[str, Any]]) -> None:
         piece = memory[number * CASE_BYTES : (number + 1) * CASE_BYTES]
         while case["late"] and rank == 1 and not piece[-1]:
             time.sleep(0.01)  # until rank 0 has come back BLOCKED
-        world, (job,) = world_and_jobs(case, piece, [rank])
-        launch = sim.kernel(case["dtype"], case["operation"])
+        reduction = sim.load(f"reduce-{case['dtype']}-{case['operation']}")
+        world, (job,) = world_and_jobs(case, piece, [rank], reduction.address)
+        launch = sim.kernel
         for _ in range(case["calls"]):
             job.renew()
             launch[case["channels"], case["lanes"]](job.address)
