@@ -14,6 +14,7 @@ from pathlib import Path
 
 COMMANDS = {
     "run": ("collectives.launch:main", "start a script in several ranks: mgpu run -n 4 script.py ..."),
+    "doctor": ("collectives.doctor:main", "what is there, what will be chosen, and what to do about it"),
     "verify": ("collectives.inspect:verify_main", "prove a program: mgpu verify all_reduce ring -n 8"),
     "predict": ("collectives.inspect:predict_main", "predict how long it takes: mgpu predict all_reduce ring -n 8"),
 }

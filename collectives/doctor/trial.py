@@ -1,0 +1,79 @@
+"""A short trial of each backend that could be used here: two ranks meet, reduce, and part."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+import collectives
+from collectives.doctor.finding import Finding
+
+RANKS = 2
+_PATIENCE = 60.0  # seconds for a whole trial
+_SIZES = (2, 1 << 18)  # float32 elements: 8 bytes and 1 MB
+_CALLS = {2: 2000, 1 << 18: 200}
+
+
+def examine() -> list[Finding]:
+    """Try every backend that needs no more than what is here."""
+    found = [shm()]
+    if importlib.util.find_spec("numba_cuda") is not None:
+        found.append(simulator())
+    return found
+
+
+def shm() -> Finding:
+    """Shared memory, with times."""
+    try:
+        ((small, large), _) = collectives.spawn(_measure, RANKS, backend="shm", timeout=_PATIENCE)
+    except Exception as error:  # whatever it is, it is what a user would meet
+        return Finding("backend shm", f"two ranks fail: {type(error).__name__}: {error}", _REMEDY, True)
+    what = (
+        f"works: two ranks all-reduce 8 bytes in {small * 1e6:.1f} µs and 1 MB in {large * 1e6:,.0f} µs "
+        f"(symmetric arrays, in place)"
+    )
+    facts = {"seconds": {"8": small, "1048576": large}}
+    if small > 1e-3:
+        advice = "milliseconds where microseconds are due: the ranks share a core, or the machine is busy"
+        return Finding("backend shm", what, advice, facts=facts)
+    return Finding("backend shm", what, facts=facts)
+
+
+def simulator() -> Finding:
+    """GPU kernels in Numba's simulator: right or wrong, and no times."""
+    try:
+        collectives.spawn(_reduce_once, RANKS, backend="sim", timeout=_PATIENCE)
+    except Exception as error:
+        return Finding("backend sim", f"two ranks fail: {type(error).__name__}: {error}", _REMEDY, True)
+    return Finding("backend sim", "works: the GPU kernels run in Numba's simulator (right, and slow: for tests)")
+
+
+_REMEDY = "please report this, with the output of `mgpu doctor --json`"
+
+
+def _measure(comm: Any) -> list[float]:
+    """Median seconds of an all-reduce of each size."""
+    medians = []
+    for count in _SIZES:
+        x = comm.zeros(count, np.float32)
+        run = comm.plan("all_reduce", x, out=x)
+        samples = []
+        for _ in range(_CALLS[count]):
+            began = time.perf_counter()
+            run()
+            samples.append(time.perf_counter() - began)
+        medians.append(statistics.median(samples))
+    _reduce_once(comm)
+    return medians
+
+
+def _reduce_once(comm: Any) -> None:
+    x = np.arange(5, dtype=np.int64) + comm.rank
+    got = comm.all_reduce(x)
+    expected = np.arange(5) * comm.size + sum(range(comm.size))
+    if not np.array_equal(got, expected):
+        raise ArithmeticError(f"all_reduce gave {got.tolist()}, expected {expected.tolist()}")
