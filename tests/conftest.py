@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+sys.path.append(str(Path(__file__).parent))  # for `import crew`; ranks inherit it
 
 # Ranks outnumber cores in tests, so each takes one thread; set before NumPy and Numba are imported.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -20,12 +23,24 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("mgpu", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("mgpu")
 
+from crew import Crews  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crews]:
+    """Called like `collectives.spawn`, but the ranks stay up for the next test of the file."""
+    crews = Crews()
+    yield crews
+    crews.close()
+
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    """A test that leaves a process behind fails, and is told which."""
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves a process behind fails, and is told which. A crew stays to the end of its file."""
     before = children()
     yield
+    if "crew" in request.fixturenames:
+        before |= request.getfixturevalue("crew").pids
     deadline = time.monotonic() + 5
     while left := children() - before:
         if time.monotonic() > deadline:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crew import Crews
 from expected import same_bits
 
-import collectives
 from collectives import Bucketer, Communicator
 
 SHAPES: list[tuple[tuple[int, ...], str]] = [
@@ -47,13 +47,13 @@ def steps(comm: Communicator, bucket_bytes: int, first_bucket_bytes: int, op: st
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_sums(size: int) -> None:
+def test_sums(crew: Crews, size: int) -> None:
     for bucket_bytes, first in ((4 << 20, 256 << 10), (1000, 100), (1, 1)):
-        assert collectives.spawn(steps, size, (bucket_bytes, first, "sum")) == [[]] * size
+        assert crew(steps, size, (bucket_bytes, first, "sum")) == [[]] * size
 
 
-def test_averages() -> None:
-    assert collectives.spawn(steps, 2, (4096, 512, "avg")) == [[], []]
+def test_averages(crew: Crews) -> None:
+    assert crew(steps, 2, (4096, 512, "avg")) == [[], []]
 
 
 def order_of_arrival(comm: Communicator) -> list[Any]:
@@ -70,8 +70,8 @@ def order_of_arrival(comm: Communicator) -> list[Any]:
     return found
 
 
-def test_order_of_arrival() -> None:
-    for order, sizes, rebuilt, *each in collectives.spawn(order_of_arrival, 2):
+def test_order_of_arrival(crew: Crews) -> None:
+    for order, sizes, rebuilt, *each in crew(order_of_arrival, 2):
         assert order == [5, 4, 3, 2, 1, 0] and not rebuilt
         assert sizes == [64, 192, 128]  # whole cache lines: a small first bucket, then three each
         for step, (later, rebuilt, values) in enumerate(each):
@@ -93,8 +93,8 @@ def missing(comm: Communicator) -> list[Any]:
     return found
 
 
-def test_gradients_that_never_come() -> None:
-    first, second = collectives.spawn(missing, 2)
+def test_gradients_that_never_come(crew: Crews) -> None:
+    first, second = crew(missing, 2)
     for unused, values in first:
         assert unused == [1] and values == [[2.0] * 4, [1.0] * 4, [2.0] * 4]
     assert all(unused == [] for unused, _ in second)
@@ -115,8 +115,8 @@ def overlaps(comm: Communicator) -> bool:
     return early
 
 
-def test_reduction_starts_early() -> None:
-    assert collectives.spawn(overlaps, 2) == [True, True]
+def test_reduction_starts_early(crew: Crews) -> None:
+    assert crew(overlaps, 2) == [True, True]
 
 
 def twice(comm: Communicator) -> list[str]:
@@ -134,8 +134,8 @@ def twice(comm: Communicator) -> list[str]:
     return told
 
 
-def test_misuse() -> None:
-    for told in collectives.spawn(twice, 2):
+def test_misuse(crew: Crews) -> None:
+    for told in crew(twice, 2):
         assert "gradient 0 was ready before in this step; call finish()" in told[0]
         assert "both must be positive" in told[1]
 
@@ -145,5 +145,5 @@ def none(comm: Communicator) -> tuple[float, list[int]]:
     return bucketer.finish(), bucketer.sizes
 
 
-def test_no_gradients() -> None:
-    assert all(waited >= 0 and sizes == [] for waited, sizes in collectives.spawn(none, 2))
+def test_no_gradients(crew: Crews) -> None:
+    assert all(waited >= 0 and sizes == [] for waited, sizes in crew(none, 2))

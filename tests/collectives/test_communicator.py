@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crew import Crews
 from expected import same_bits
 
 import collectives
@@ -77,8 +78,8 @@ def odd_inputs(comm: Communicator) -> list[str]:
     return wrong
 
 
-def test_odd_arrays_to_read() -> None:
-    assert collectives.spawn(odd_inputs, 3) == [[]] * 3
+def test_odd_arrays_to_read(crew: Crews) -> None:
+    assert crew(odd_inputs, 3) == [[]] * 3
 
 
 def odd_outputs(comm: Communicator) -> dict[str, str]:
@@ -109,8 +110,8 @@ def odd_outputs(comm: Communicator) -> dict[str, str]:
     return told
 
 
-def test_odd_arrays_to_write() -> None:
-    for told in collectives.spawn(odd_outputs, 2):
+def test_odd_arrays_to_write(crew: Crews) -> None:
+    for told in crew(odd_outputs, 2):
         for name in ("Fortran", "strided", "in place, strided", "broadcast, strided", "recv"):
             assert "ValueError" in told[name] and "not C-contiguous" in told[name], told[name]
         assert told["read-only"].startswith("ValueError: out is read-only")
@@ -146,8 +147,8 @@ def nan_and_zeros(comm: Communicator) -> list[Any]:
     return found
 
 
-def test_nan_and_signed_zero() -> None:
-    assert all(all(found) for found in collectives.spawn(nan_and_zeros, 3))
+def test_nan_and_signed_zero(crew: Crews) -> None:
+    assert all(all(found) for found in crew(nan_and_zeros, 3))
 
 
 def overlapping(comm: Communicator) -> list[str]:
@@ -173,8 +174,8 @@ def overlapping(comm: Communicator) -> list[str]:
     return wrong
 
 
-def test_overlapping_arrays() -> None:
-    assert collectives.spawn(overlapping, 3) == [[]] * 3
+def test_overlapping_arrays(crew: Crews) -> None:
+    assert crew(overlapping, 3) == [[]] * 3
 
 
 # Floating-point accuracy
@@ -200,8 +201,8 @@ def sums_of_floats(comm: Communicator) -> list[Any]:
     return found
 
 
-def test_sums_of_floats_are_accurate_and_the_same_everywhere() -> None:
-    first, *others = collectives.spawn(sums_of_floats, 4)
+def test_sums_of_floats_are_accurate_and_the_same_everywhere(crew: Crews) -> None:
+    first, *others = crew(sums_of_floats, 4)
     assert all(accurate for _, _, _, accurate, _ in first)
     for other in others:
         assert other == first
@@ -266,8 +267,8 @@ def plans(comm: Communicator) -> list[str]:
     return wrong
 
 
-def test_plans() -> None:
-    assert collectives.spawn(plans, 3) == [[]] * 3
+def test_plans(crew: Crews) -> None:
+    assert crew(plans, 3) == [[]] * 3
 
 
 def lists(comm: Communicator) -> list[str]:
@@ -304,8 +305,8 @@ def lists(comm: Communicator) -> list[str]:
     return wrong
 
 
-def test_lists() -> None:
-    assert collectives.spawn(lists, 2) == [[], []]
+def test_lists(crew: Crews) -> None:
+    assert crew(lists, 2) == [[], []]
 
 
 def objects(comm: Communicator) -> list[Any]:
@@ -327,8 +328,8 @@ def objects(comm: Communicator) -> list[Any]:
     ]
 
 
-def test_broadcast_object() -> None:
-    assert all(all(found) for found in collectives.spawn(objects, 2))
+def test_broadcast_object(crew: Crews) -> None:
+    assert all(all(found) for found in crew(objects, 2))
 
 
 def not_json(comm: Communicator) -> str:
@@ -374,7 +375,7 @@ def mistakes(comm: Communicator) -> dict[str, str]:
     )
 
 
-def test_mistakes() -> None:
+def test_mistakes(crew: Crews) -> None:
     parts = {
         "op": "ValueError: op 'mean' is not known",
         "premul_sum": 'use "sum", "prod", "min", "max", "avg" or collectives.premul_sum(scale)',
@@ -393,7 +394,7 @@ def test_mistakes() -> None:
         "shape": "negative dimension",
         "dtype": "TypeError: dtype <U4",
     }
-    for told in collectives.spawn(mistakes, 2):
+    for told in crew(mistakes, 2):
         for name, part in parts.items():
             assert part in told[name], f"{name}: {told[name]}"
 
@@ -464,9 +465,9 @@ def with_torch(comm: Communicator) -> list[str]:
     return wrong
 
 
-def test_pytorch() -> None:
+def test_pytorch(crew: Crews) -> None:
     pytest.importorskip("torch")
-    assert collectives.spawn(with_torch, 2) == [[], []]
+    assert crew(with_torch, 2) == [[], []]
 
 
 def with_jax(comm: Communicator) -> list[str]:
@@ -484,6 +485,6 @@ def with_jax(comm: Communicator) -> list[str]:
     return wrong + [text for text in told.values() if "cannot be written to" not in text]
 
 
-def test_jax() -> None:
+def test_jax(crew: Crews) -> None:
     pytest.importorskip("jax")
-    assert collectives.spawn(with_jax, 2) == [[], []]
+    assert crew(with_jax, 2) == [[], []]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crew import Crews
 
 import collectives
 from collectives import CollectiveMismatchError, Communicator
@@ -32,8 +33,8 @@ def shapes_and_dtypes(comm: Communicator) -> list[str]:
     return wrong
 
 
-def test_shapes_and_dtypes() -> None:
-    assert collectives.spawn(shapes_and_dtypes, 2) == [[], []]
+def test_shapes_and_dtypes(crew: Crews) -> None:
+    assert crew(shapes_and_dtypes, 2) == [[], []]
 
 
 def never_what_was_there(comm: Communicator, seed: int) -> list[str]:
@@ -41,7 +42,7 @@ def never_what_was_there(comm: Communicator, seed: int) -> list[str]:
     agreed, own = random.Random(seed), random.Random(seed + 1 + comm.rank)
     alive: dict[int, Any] = {}
     wrong = []
-    for number in range(200):
+    for number in range(100):
         count = agreed.choice([0, 1, 100, 4096, 50_000])
         x = comm.zeros(count, np.int64)
         if x.any():
@@ -61,8 +62,8 @@ def never_what_was_there(comm: Communicator, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_arrays_come_and_go(seed: int) -> None:
-    assert collectives.spawn(never_what_was_there, 3, (seed,)) == [[]] * 3
+def test_arrays_come_and_go(crew: Crews, seed: int) -> None:
+    assert crew(never_what_was_there, 3, (seed,)) == [[]] * 3
 
 
 def flat_memory(comm: Communicator) -> int:
@@ -78,8 +79,8 @@ def flat_memory(comm: Communicator) -> int:
     return max(taken[10:]) - taken[5]
 
 
-def test_memory_is_given_back() -> None:
-    assert all(growth <= 2 << 20 for growth in collectives.spawn(flat_memory, 2))
+def test_memory_is_given_back(crew: Crews) -> None:
+    assert all(growth <= 2 << 20 for growth in crew(flat_memory, 2))
 
 
 def too_large(comm: Communicator) -> list[str]:
@@ -96,8 +97,8 @@ def too_large(comm: Communicator) -> list[str]:
     return [*told, str(x[9])]
 
 
-def test_more_than_there_is() -> None:
-    for told in collectives.spawn(too_large, 2):
+def test_more_than_there_is(crew: Crews) -> None:
+    for told in crew(too_large, 2):
         assert "no room for 35,184,372,088,832 bytes in the symmetric heap" in told[0]
         assert "rank 0: " in told[0] and "rank 1: " in told[0]
         assert told[2] == "2.0"
@@ -126,8 +127,8 @@ def one_has_no_room(comm: Communicator) -> list[Any]:
     return [told, float(x.sum()), float(comm.peer(y, peer)[999])]
 
 
-def test_one_rank_without_room() -> None:
-    assert collectives.spawn(one_has_no_room, 3) == [["rank 1: out of memory, for the test", 0.0, 5.0]] * 3
+def test_one_rank_without_room(crew: Crews) -> None:
+    assert crew(one_has_no_room, 3) == [["rank 1: out of memory, for the test", 0.0, 5.0]] * 3
 
 
 def unequal(comm: Communicator) -> str:
@@ -138,15 +139,15 @@ def unequal(comm: Communicator) -> str:
         return str(error)
 
 
-def test_unequal_sizes() -> None:
+def test_unequal_sizes(crew: Crews) -> None:
     told = "the ranks allocate different numbers of bytes: rank 0 40, rank 1 44"
-    assert collectives.spawn(unequal, 2) == [told] * 2
+    assert crew(unequal, 2) == [told] * 2
 
 
 def written_at_once(comm: Communicator) -> bool:
     """A peer may write to an array as soon as it has its own: nothing is zeroed after that."""
     good = True
-    for turn in range(200):
+    for turn in range(50):
         x = comm.zeros(64)
         comm.put(np.full(64, turn, np.float32), x, (comm.rank + 1) % comm.size)
         comm.barrier()
@@ -155,8 +156,8 @@ def written_at_once(comm: Communicator) -> bool:
     return good
 
 
-def test_a_peer_may_write_at_once() -> None:
-    assert collectives.spawn(written_at_once, 3) == [True] * 3
+def test_a_peer_may_write_at_once(crew: Crews) -> None:
+    assert crew(written_at_once, 3) == [True] * 3
 
 
 @pytest.mark.parametrize("scratch", ["4K", "64M"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crew import Crews
 from expected import same_bits
 from survivors import SOON
 
@@ -39,8 +40,8 @@ def peers_views(comm: Communicator) -> list[Any]:
     return [*wrong, int(x[0, 0])]
 
 
-def test_views_of_a_peers_memory() -> None:
-    assert collectives.spawn(peers_views, 3) == [[0], [-1], [-2]]
+def test_views_of_a_peers_memory(crew: Crews) -> None:
+    assert crew(peers_views, 3) == [[0], [-1], [-2]]
 
 
 def passes_on(comm: Communicator) -> list[str]:
@@ -49,7 +50,7 @@ def passes_on(comm: Communicator) -> list[str]:
     wrong = []
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     box = comm.zeros(1000, np.int64)
-    for turn in range(200):
+    for turn in range(50):
         comm.put(np.full(1000, comm.rank * 1000 + turn), box, right)
         comm.signal(right)
         comm.wait_signal(left)
@@ -61,8 +62,8 @@ def passes_on(comm: Communicator) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_put_and_signal(size: int) -> None:
-    assert collectives.spawn(passes_on, size) == [[]] * size
+def test_put_and_signal(crew: Crews, size: int) -> None:
+    assert crew(passes_on, size) == [[]] * size
 
 
 def gets(comm: Communicator) -> list[Any]:
@@ -79,8 +80,8 @@ def gets(comm: Communicator) -> list[Any]:
     return [copy.tolist(), out.tolist()]
 
 
-def test_get() -> None:
-    for rank, (copy, out) in enumerate(collectives.spawn(gets, 3)):
+def test_get(crew: Crews) -> None:
+    for rank, (copy, out) in enumerate(crew(gets, 3)):
         peer = 2.0 - rank
         assert copy == [[peer] * 3] * 2  # which is a copy: it does not change any more
         assert out == [peer] * 3
@@ -103,8 +104,8 @@ def counts(comm: Communicator) -> float:
     return time.monotonic() - began
 
 
-def test_signals_are_counted() -> None:
-    assert collectives.spawn(counts, 2)[1] > 0.05
+def test_signals_are_counted(crew: Crews) -> None:
+    assert crew(counts, 2)[1] > 0.05
 
 
 def misused(comm: Communicator) -> list[str]:
@@ -128,8 +129,8 @@ def misused(comm: Communicator) -> list[str]:
     return told
 
 
-def test_misuse() -> None:
-    (told,) = collectives.spawn(misused, 1)
+def test_misuse(crew: Crews) -> None:
+    (told,) = crew(misused, 1)
     assert told[0] == told[1] and "allocate the array with comm.empty" in told[0]
     assert told[2] == "x has 5 elements of float32, and the symmetric array 4 of float32"
     assert told[3] == "x has 4 elements of float64, and the symmetric array 4 of float32"
