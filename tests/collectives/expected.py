@@ -64,7 +64,7 @@ class Case:
 
     `rows`: of the array, or of each block where there are equal ones; `counts`: of each rank's block, for all_to_all
     counts[source][target]. `form`: fresh (no out=), out or in_place. `memory`: ordinary; symmetric; shifted (symmetric,
-    each rank's at another offset); mixed (some ranks one, some the other).
+    each rank's at another offset); mixed (some ranks one, some the other). `way`: call, async or plan.
     """
 
     collective: str
@@ -77,6 +77,7 @@ class Case:
     algorithm: str | None = None
     form: str = "fresh"
     memory: str = "ordinary"
+    way: str = "call"
 
 
 @dataclass
@@ -140,7 +141,14 @@ class Runner:
         if out is not None:
             options["out"] = out
         arguments = [x, reduction(p.op)] if p.collective in REDUCING else [x]
-        got = getattr(comm, p.collective)(*arguments, **options)
+        if p.way == "plan":
+            planned: Any = comm.plan(p.collective, *arguments, **options)
+            planned()
+            got = planned.out
+        elif p.way == "async":
+            got = getattr(comm, p.collective)(*arguments, **options, async_op=True).wait()
+        else:
+            got = getattr(comm, p.collective)(*arguments, **options)
 
         if (got is None) != (want is None):
             self._complain(case, f"returned {type(got).__name__}")
