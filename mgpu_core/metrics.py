@@ -70,8 +70,20 @@ def read(path: str | Path) -> list[Record]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
-def draw_curves(metrics: str | Path, picture: str | Path, title: str = "") -> None:
-    """Draw loss against samples, test accuracy after each epoch, and speed, from a file that `Metrics` wrote."""
+def draw_curves(
+    metrics: str | Path,
+    picture: str | Path,
+    title: str = "",
+    *,
+    loss_title: str = "cross-entropy, nats",
+    score: str = "test_accuracy",
+    percent: bool = True,
+    unit: str = "samples",
+) -> None:
+    """Draw the loss, a test score after each epoch, and the speed, from a file that `Metrics` wrote.
+
+    `score` names the value that is drawn, a share where `percent`; `unit` is what a sample is called.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter
@@ -86,30 +98,32 @@ def draw_curves(metrics: str | Path, picture: str | Path, title: str = "") -> No
     blue, orange, green = "#2a6fb0", "#d9731a", "#2e8b57"
     with rc_context({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}):
         figure = Figure(figsize=(13, 3.8), layout="constrained")
-        loss, accuracy, speed = figure.subplots(1, 3)
+        loss, result, speed = figure.subplots(1, 3)
         samples, losses = column(steps, "samples"), column(steps, "loss")
 
         loss.plot(samples, losses, color=blue, alpha=0.3, linewidth=1)
         loss.plot(samples, _smooth(losses), color=blue, label="training, smoothed")
         loss.plot(column(epochs, "samples"), column(epochs, "test_loss"), "o", color=orange, label="test")
-        loss.set(title="Loss", ylabel="cross-entropy, nats", ylim=(0, None))
+        loss.set(title="Loss", ylabel=loss_title, ylim=(0, None))
         loss.legend(frameon=False)
 
-        accuracy.plot(column(epochs, "samples"), column(epochs, "test_accuracy"), "o-", color=orange)
-        for x, y in zip(column(epochs, "samples"), column(epochs, "test_accuracy")):
-            accuracy.annotate(f"{y:.1%}", (x, y), (-4, 6), textcoords="offset points", ha="right", fontsize=9)
-        accuracy.margins(0.2, 0.2)
-        accuracy.set(title="Test accuracy")
-        accuracy.yaxis.set_major_formatter(PercentFormatter(1))
+        result.plot(column(epochs, "samples"), column(epochs, score), "o-", color=orange)
+        shown = "{:.1%}" if percent else "{:.3f}"
+        for x, y in zip(column(epochs, "samples"), column(epochs, score)):
+            result.annotate(shown.format(y), (x, y), (-4, 6), textcoords="offset points", ha="right", fontsize=9)
+        result.margins(0.2, 0.2)
+        result.set(title=score.replace("_", " ").capitalize())
+        if percent:
+            result.yaxis.set_major_formatter(PercentFormatter(1))
 
         speeds = column(steps, "samples_per_second")
         speed.plot(samples, speeds, color=green, alpha=0.3, linewidth=1)
         speed.plot(samples, _smooth(speeds), color=green)
-        speed.set(title="Samples per second, all ranks", ylim=(0, None))
+        speed.set(title=f"{unit.capitalize()} per second, all ranks", ylim=(0, None))
         speed.yaxis.set_major_formatter(EngFormatter(sep=""))
 
-        for axes in (loss, accuracy, speed):
-            axes.set_xlabel("samples trained on")
+        for axes in (loss, result, speed):
+            axes.set_xlabel(f"{unit} trained on")
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         figure.suptitle(title)
         Path(picture).parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -29,8 +29,8 @@ from mgpu_core import checkpoint, random
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import Batch, Loader
 from mgpu_core.metrics import Metrics
+from mgpu_core.nn import Module
 from mgpu_core.optim import Optimizer
-from mgpu_core.parallel.data import DataParallel
 from mgpu_core.schedule import Schedule
 from mgpu_core.tensor import Tensor
 
@@ -40,11 +40,32 @@ METRICS = "metrics.jsonl"
 Arrays = tuple[Any, ...]
 
 
+class Strategy(Protocol):
+    """What stands between a model and its trainer: how the ranks share the work. `DataParallel` is one.
+
+    Attributes:
+        model: what this rank holds of the model.
+        comm: all ranks that train it; None for a single one.
+    """
+
+    model: Module
+    comm: Any
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """The outputs for this rank's samples."""
+
+    def synchronize(self) -> float:
+        """Wait until the gradients are those of the whole batch; the seconds that took."""
+
+    def average_buffers(self) -> None:
+        """Make alike what ranks keep apart in training: before a test, and before a checkpoint."""
+
+
 class Trainer:
-    """Trains a data-parallel model and measures it; can stop after any step, and go on from there.
+    """Trains a model and measures it; can stop after any step, and go on from there.
 
     Args:
-        model: the model, in a `DataParallel` that knows the ranks.
+        model: the model, in a strategy that knows the ranks.
         optimizer: of the model's parameters.
         schedule: the learning rate as a function of the number of steps done.
         train, test: loaders, set up for this rank.
@@ -64,14 +85,14 @@ class Trainer:
 
     def __init__(
         self,
-        model: DataParallel,
+        model: Strategy,
         optimizer: Optimizer,
         schedule: Schedule,
         train: Loader,
         test: Loader,
         *,
-        loss: Callable[[DataParallel, Arrays], Tensor],
-        score: Callable[[DataParallel, Arrays], Mapping[str, Any]],
+        loss: Callable[[Any, Arrays], Tensor],
+        score: Callable[[Any, Arrays], Mapping[str, Any]],
         folder: str | Path | None = None,
         settings: Mapping[str, Any] | None = None,
         unit: str = "samples",

@@ -1,8 +1,8 @@
 """Data sets, the order in which they are read, and the reader that keeps ahead of training.
 
 Read in this order: `sources` finds or fetches real images, `sampler` decides which sample belongs to which batch and
-which rank, `loader` reads batches on a background thread. None of them knows how many ranks there are, save for the
-function that cuts a batch.
+which rank, `loader` reads batches on a background thread, and `augment` changes samples at random. None of them knows
+how many ranks there are, save for the function that cuts a batch.
 """
 
 from mgpu_core.data.loader import Batch, Loader, Transform

@@ -9,8 +9,8 @@ This file is also the tutorial. What it takes to train with several processes:
 4. The loss of a rank is the sum over its samples, divided by the global batch's count: unequal parts average right.
 5. All ranks then take the same optimiser step, and stay alike to the last bit.
 
-`Trainer` holds the loop; `train` below is all that a rank does, and `main` starts the ranks. The same file also runs
-under other launchers, which start the ranks themselves:
+`Trainer` holds the loop; `train` below is all that a rank does, and `command.run` starts the ranks. The same file also
+runs under other launchers, which start the ranks themselves:
 
     mgpu run -n 4 -m mgpu_core.recipes.image_classification --epochs 2
     torchrun --nproc-per-node 4 -m mgpu_core.recipes.image_classification
@@ -22,25 +22,28 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-import collectives
-from collectives.environment import standing
-from collectives.threads import here
-from mgpu_core import Tensor, checkpoint, data, metrics, nn, optim, schedule
+from mgpu_core import Tensor, data, metrics, nn, optim, schedule
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import ImageSet, Loader, Sampler
 from mgpu_core.nn import functional as F
 from mgpu_core.parallel import DataParallel
-from mgpu_core.recipes.pictures import draw_predictions
+from mgpu_core.recipes import command
+from mgpu_core.recipes.command import Say
+from mgpu_core.recipes.pictures import draw_confusion, draw_predictions
 from mgpu_core.trainer import CHECKPOINT, METRICS, Trainer
 
 BASE_LR, BASE_BATCH = 0.1, 128  # go well together; the rate for another batch is scaled from these
-DEFAULTS = {"epochs": 4, "batch": 128, "lr": None, "seed": 0, "dtype": "float32"}
+DEFAULTS = {  # by data set; the digits are few, and want small batches
+    "Fashion-MNIST": {"epochs": 4, "batch": 128, "lr": None, "seed": 0, "dtype": "float32"},
+    "handwritten digits": {"epochs": 15, "batch": 32, "lr": None, "seed": 0, "dtype": "float32"},
+}
+PICTURES = ("curves.png", "predictions.png", "confusion.png")
 
 
 def network(rng: np.random.Generator, dtype: Any = np.float32) -> nn.Sequential:
@@ -59,13 +62,13 @@ def network(rng: np.random.Generator, dtype: Any = np.float32) -> nn.Sequential:
     )
 
 
-def loss(model: DataParallel, arrays: tuple[Any, ...]) -> Tensor:
+def loss(model: Any, arrays: tuple[Any, ...]) -> Tensor:
     """The sum of the samples' cross-entropies."""
     images, labels = arrays
     return F.cross_entropy(model(Tensor(images)), labels, reduction="sum")
 
 
-def score(model: DataParallel, arrays: tuple[Any, ...]) -> dict[str, Any]:
+def score(model: Any, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """For each sample its cross-entropy, and whether the likeliest class is the right one."""
     images, labels = arrays
     logits = model(Tensor(images))
@@ -78,9 +81,9 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
 
     `name` says which data set to use; None for `comm` trains in this process alone.
     """
-    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    say: Callable[[str], Any] = print if rank == 0 else lambda line: None
+    rank, size, say = command.position(comm)
     began = time.perf_counter()
+    settings = command.settle(options, DEFAULTS[name])
 
     images = read(name, options.data)
     say(f"{images.name}: {len(images.train_labels):,} training images, from {images.origin}; {size} ranks")
@@ -107,22 +110,20 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
         loss=loss,
         score=score,
         folder=options.out,
-        settings={setting: getattr(options, setting) for setting in DEFAULTS},
+        settings=settings,
         unit="images",
     )
-    if options.resume:
-        trainer.resume(options.out / CHECKPOINT)
-        say(f"going on after {trainer.steps_done:,} steps")
-    trainer.fit(options.epochs, steps=options.steps)
-
-    if trainer.epoch < options.epochs:
-        say(f"stopped after {trainer.steps_done:,} steps; --resume goes on from {options.out / CHECKPOINT}")
-    elif rank == 0:
-        show(images, predict(model, prepare((images.test_images, images.test_labels))[0]), options.out, size)
+    if command.fit(trainer, options, say) and rank == 0:
+        show(images, predict(model.model, prepare((images.test_images, images.test_labels))[0]), options.out, size)
         say(f"test accuracy {trainer.scores['test_accuracy']:.2%}, after {time.perf_counter() - began:.0f} s. Look at:")
-        for file in ("curves.png", "predictions.png", METRICS, CHECKPOINT):
+        for file in (*PICTURES, METRICS, CHECKPOINT):
             say(f"  {options.out / file}")
-    return {**trainer.scores, "steps": trainer.steps_done, "interrupted": trainer.interrupted}
+    return command.outcome(trainer)
+
+
+def find(options: argparse.Namespace, say: Say) -> str:
+    """The name of the data set that can be had, found or fetched once for all ranks."""
+    return data.images(options.data, say=say).name
 
 
 def read(name: str, folder: Path | None) -> ImageSet:
@@ -143,78 +144,31 @@ def normalisation(images: ImageSet, dtype: np.dtype[Any]) -> data.Transform:
     return prepare
 
 
-def predict(model: DataParallel, pictures: Any) -> Any:
+def predict(model: nn.Module, pictures: Any) -> NDArray[Any]:
     """The probabilities of the classes, (n, classes), for prepared images."""
-    model.model.eval()
+    model.eval()
     with no_grad():
         pieces = np.array_split(pictures, -(-len(pictures) // 1000))
         return np.concatenate([F.softmax(model(Tensor(piece))).data for piece in pieces])
 
 
-def show(images: ImageSet, probabilities: Any, folder: Path, size: int) -> None:
+def show(images: ImageSet, probabilities: NDArray[Any], folder: Path, size: int) -> None:
     """Draw the pictures that a finished run leaves."""
     metrics.draw_curves(folder / METRICS, folder / "curves.png", f"{images.name}, {size} ranks")
     draw_predictions(images.test_images, images.test_labels, probabilities, images.classes, folder / "predictions.png")
+    draw_confusion(images.test_labels, probabilities.argmax(axis=1), images.classes, folder / "confusion.png")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    it = argparse.ArgumentParser("mgpu train image-classification", description=(__doc__ or "").split("\n")[0])
-    add = it.add_argument
-    add("-n", "--ranks", type=positive, help="processes to train with (the cores, from 2 to 8)")
-    add("--epochs", type=positive, help="passes over the training images (4)")
-    add("--batch", type=positive, help="images in a step, over all ranks (128)")
-    add("--lr", type=float, help=f"highest learning rate ({BASE_LR} for {BASE_BATCH} images, scaled to the batch)")
-    add("--seed", type=int, help="of the weights and of the order of the images (0)")
-    add("--dtype", choices=("float32", "float64"), help="(float32)")
-    add("--data", type=Path, help="folder in which to look for Fashion-MNIST first ($MGPU_DATA)")
-    add("--out", type=Path, default=Path("runs/image-classification"), help="folder for the results (%(default)s)")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out, with its settings")
-    add("--steps", type=positive, help="stop after so many steps")
-    add("--backend", default="auto", help="of collectives.init (%(default)s)")
+    it = command.parser("image-classification", __doc__, samples="images", seed="the order of the images")
+    it.add_argument("--data", type=Path, help="folder in which to look for Fashion-MNIST first ($MGPU_DATA)")
     return it
 
 
-def positive(text: str) -> int:
-    """A whole number from 1."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Train, and return the exit code: 130 after Ctrl-C. Starts the ranks, unless a launcher has."""
-    options = parser().parse_args(argv)
-    place = standing()
-    say: Callable[[str], Any] = print if place.rank == 0 else lambda line: None
-    saved: dict[str, Any] = {}
-    if options.resume:
-        try:
-            saved = checkpoint.load(options.out / CHECKPOINT)[1]["settings"]
-        except FileNotFoundError:
-            say(f"there is no {options.out / CHECKPOINT} to go on from: starting from the beginning")
-            options.resume = False
-    for name, default in DEFAULTS.items():
-        if getattr(options, name) is None:
-            setattr(options, name, saved.get(name, default))
-
-    if place.launcher != "none":
-        if options.ranks:
-            parser().error(f"{place.launcher} has started the ranks; leave -n out")
-        found = data.images(options.data, say=say).name if place.rank == 0 else None
-        with collectives.init(options.backend) as comm:
-            result = train(comm, options, comm.broadcast_object(found))
-    else:
-        found = data.images(options.data).name
-        ranks = options.ranks or max(2, min(8, here(1)))
-        if ranks == 1:
-            result = train(None, options, found)
-        else:
-            try:
-                result = collectives.spawn(train, ranks, (options, found), backend=options.backend)[0]
-            except KeyboardInterrupt:  # which it has passed on: the ranks have stopped, and said where
-                return 130
-    return 130 if result["interrupted"] else 0
+    """Train, and return the exit code: 130 after Ctrl-C."""
+    return command.run(parser(), argv, find, train)
 
 
 if __name__ == "__main__":

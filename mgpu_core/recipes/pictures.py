@@ -49,3 +49,30 @@ def draw_predictions(
             place.set_xlabel(text, fontsize=8, color="#1b7f3b" if right else "#c0392b")
     Path(picture).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=130)
+
+
+def draw_confusion(
+    labels: NDArray[np.integer[Any]],
+    predicted: NDArray[np.integer[Any]],
+    classes: Sequence[str],
+    picture: str | Path,
+) -> None:
+    """Draw how often samples of each class, a row, were taken for each, a column; mistakes are what has colour."""
+    from matplotlib.figure import Figure
+
+    count = len(classes)
+    counts = np.zeros((count, count), np.int64)
+    np.add.at(counts, (labels, predicted), 1)
+    mistakes = np.where(np.eye(count, dtype=bool), 0, counts)
+
+    figure = Figure(figsize=(2.2 + 0.62 * count, 1.6 + 0.55 * count), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(mistakes, cmap="Reds", vmin=0, vmax=max(1, 2 * mistakes.max()))
+    for (row, column), value in np.ndenumerate(counts):
+        if value:
+            axes.text(column, row, f"{value:,}", ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(count), classes, rotation=45 if max(map(len, classes)) > 2 else 0, ha="center")
+    axes.set_yticks(range(count), classes)
+    axes.set(xlabel="predicted", ylabel="true", title=f"{mistakes.sum():,} mistakes in {counts.sum():,}")
+    Path(picture).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130)

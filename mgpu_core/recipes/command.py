@@ -1,0 +1,124 @@
+"""What the recipes' commands share: options, the settings of a run that is resumed, starting ranks, and reporting."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import collectives
+from collectives.environment import standing
+from collectives.threads import here
+from mgpu_core import checkpoint
+from mgpu_core.autograd.memory import keep_freed_memory
+from mgpu_core.trainer import CHECKPOINT, Trainer
+
+Say = Callable[[str], Any]
+
+
+def parser(name: str, description: str | None, *, samples: str, seed: str) -> argparse.ArgumentParser:
+    """A recipe's command line with the options that all have; a recipe adds its own.
+
+    What is left out is None, and `settle` gives it its value. `samples` says what a batch is made of, `seed` what the
+    seed decides.
+    """
+    it = argparse.ArgumentParser(f"mgpu train {name}", description=(description or "").split("\n")[0])
+    add = it.add_argument
+    add("-n", "--ranks", type=positive, help="processes to train with (the cores, from 2 to 8)")
+    add("--epochs", type=positive, help=f"passes over the training {samples}")
+    add("--batch", type=positive, help=f"{samples} in a step, over all ranks")
+    add("--lr", type=float, help="highest learning rate")
+    add("--seed", type=int, help=f"of the weights and of {seed} (0)")
+    add("--dtype", choices=("float32", "float64"), help="(float32)")
+    add("--out", type=Path, default=Path("runs") / name, help="folder for the results (%(default)s)")
+    add("--resume", action="store_true", help="go on from the checkpoint in --out, with its settings")
+    add("--steps", type=positive, help="stop after so many steps")
+    add("--backend", default="auto", help="of collectives.init (%(default)s)")
+    return it
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def run(
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    find: Callable[[argparse.Namespace, Say], Any],
+    train: Callable[[Any, argparse.Namespace, Any], dict[str, Any]],
+) -> int:
+    """Train, and return the exit code: 130 after Ctrl-C. Starts the ranks, unless a launcher has.
+
+    Args:
+        find: looks for the data once, before any rank needs it; what it returns is given to all of them.
+        train: what every rank does: train(comm, options, found), with None for `comm` where there is one rank. It
+            returns what `outcome` does.
+    """
+    options = parser.parse_args(argv)
+    place = standing()
+    say: Say = print if place.rank == 0 else lambda line: None
+    if options.resume:
+        try:
+            saved = checkpoint.load(options.out / CHECKPOINT)[1]["settings"]
+        except FileNotFoundError:
+            say(f"there is no {options.out / CHECKPOINT} to go on from: starting from the beginning")
+            options.resume, saved = False, {}
+        for name, value in saved.items():
+            if getattr(options, name) is None:
+                setattr(options, name, value)
+
+    if place.launcher != "none":
+        if options.ranks:
+            parser.error(f"{place.launcher} has started the ranks; leave -n out")
+        found = find(options, say) if place.rank == 0 else None
+        with collectives.init(options.backend) as comm:
+            result = train(comm, options, comm.broadcast_object(found))
+    else:
+        found = find(options, say)
+        ranks = options.ranks or max(2, min(8, here(1)))
+        if ranks == 1:
+            result = train(None, options, found)
+        else:
+            try:
+                result = collectives.spawn(train, ranks, (options, found), backend=options.backend)[0]
+            except KeyboardInterrupt:  # which it has passed on: the ranks have stopped, and said where
+                return 130
+    return 130 if result["interrupted"] else 0
+
+
+def settle(options: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the options that neither the user nor the run that is resumed has set their defaults.
+
+    Returns all settings that `defaults` names, for the checkpoint.
+    """
+    for name, default in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    return {name: getattr(options, name) for name in defaults}
+
+
+def position(comm: Any) -> tuple[int, int, Say]:
+    """This rank, of how many, and what it says things with: one rank speaks for all."""
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    return rank, size, print if rank == 0 else lambda line: None
+
+
+def fit(trainer: Trainer, options: argparse.Namespace, say: Say) -> bool:
+    """Train to the end, from the checkpoint where that is asked for; False if stopped before."""
+    keep_freed_memory()
+    if options.resume:
+        trainer.resume(options.out / CHECKPOINT)
+        say(f"going on after {trainer.steps_done:,} steps")
+    trainer.fit(options.epochs, steps=options.steps)
+    if trainer.epoch < options.epochs:
+        say(f"stopped after {trainer.steps_done:,} steps; --resume goes on from {options.out / CHECKPOINT}")
+    return trainer.epoch >= options.epochs
+
+
+def outcome(trainer: Trainer) -> dict[str, Any]:
+    """The test results, which are the same on all ranks, and how the run ended."""
+    return {**trainer.scores, "steps": trainer.steps_done, "interrupted": trainer.interrupted}
