@@ -16,6 +16,7 @@ COMMANDS = {
     "run": ("collectives.launch:main", "start a script in several ranks: mgpu run -n 4 script.py ..."),
     "doctor": ("collectives.doctor:main", "what is there, what will be chosen, and what to do about it"),
     "verify": ("collectives.inspect:verify_main", "prove a program: mgpu verify all_reduce ring -n 8"),
+    "transcribe": ("mgpu_core.transcribe:main", "read spoken digits: mgpu transcribe file.wav"),
     "predict": ("collectives.inspect:predict_main", "predict how long it takes: mgpu predict all_reduce ring -n 8"),
 }
 GROUPS = {  # the modules of a package that define `main`
@@ -98,6 +99,6 @@ def unknown(kind: str, name: str, known: list[str]) -> int:
 
 def overview() -> str:
     """The text of `mgpu --help`."""
-    listing = "\n".join(f"  {name:8} {text}" for name, (_, text) in {**COMMANDS, **GROUPS}.items())
+    listing = "\n".join(f"  {name:10} {text}" for name, (_, text) in {**COMMANDS, **GROUPS}.items())
     more = "mgpu COMMAND --help says more; MGPU_DEBUG=1 shows an error's traceback"
     return f"usage: mgpu COMMAND ...\n\n{listing}\n\n{more}"

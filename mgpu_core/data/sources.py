@@ -1,23 +1,18 @@
-"""Where real images come from: Fashion-MNIST, found on this machine or fetched once.
+"""Where a data set comes from: found on this machine, or fetched once. `obtain` looks, in this order,
 
-Fashion-MNIST (Xiao, Rasul, Vollgraf, arXiv:1708.07747): 60,000 training and 10,000 test pictures of clothes, 28 x 28
-grey values, ten classes. `fashion_mnist` looks for its four files, in this order:
-
-1. in the folder given, or $MGPU_DATA: there, or in fashion-mnist/ or FashionMNIST/raw/ (torchvision's) below it;
-2. in /usr/share/datasets/fashion-mnist, where Debian's package `dataset-fashion-mnist` puts them;
+1. in the folder that the user names, or $MGPU_DATA: there, or in the set's usual folders below it;
+2. where a system's package would have put it;
 3. in the cache, $XDG_CACHE_HOME/mgpu or ~/.cache/mgpu;
-4. fetched into the cache: Debian's package through apt, without root, else from the publisher's address.
+4. and fetches it into the cache, from the first of its addresses that answers.
 
-Whatever the source, the files' content must match the published SHA-256. Every step of a fetch is bounded
-in time, only one process of a host fetches at a time, and files enter the cache whole or not at all.
+Whatever the source, the content must match the published SHA-256. Every step of a fetch is bounded in time, only one
+process of a host fetches at a time, and a data set enters the cache whole or not at all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import gzip
-import hashlib
 import http.client
 import os
 import shutil
@@ -25,32 +20,19 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+T = TypeVar("T")
+Say = Callable[[str], object]
+Fetch = Callable[[Path, float], Path]
 
-# SHA-256 of each file's decompressed content.
-FASHION_MNIST = {
-    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-}
-CLOTHES = (
-    "T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
-)  # fmt: skip
-LAYOUTS = ("", "fashion-mnist", "fashion_mnist", "FashionMNIST/raw", "fashion-mnist/FashionMNIST/raw")
-DEBIAN_PACKAGE = "dataset-fashion-mnist"
-DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-PUBLISHER = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+LARGEST = 100_000_000  # bytes; no file of a data set is nearly as large, compressed or not
 
 _STALL = 15.0  # seconds without a byte after which a download has failed
 _PATIENCE = 120.0  # seconds for each source, stalled or not
-_LARGEST = 100_000_000  # bytes; no file is nearly as large, compressed or not
 
 
 class DatasetError(RuntimeError):
@@ -62,43 +44,35 @@ class DatasetMissing(DatasetError):
 
 
 @dataclass(frozen=True)
-class ImageSet:
-    """Pictures with labels.
+class Source(Generic[T]):
+    """A data set, and how to come by it.
 
     Attributes:
         name: of the data set.
-        origin: the folder, or the library, they came from.
-        train_images, test_images: (n, 28, 28) uint8, 0 is background.
-        train_labels, test_labels: (n,) int64, an index into `classes`.
+        size: of what is fetched, in words.
+        layouts: its folders below the one that the user names, "" for that one itself.
+        installed: where systems' packages put it.
+        cached: its folder in the cache.
+        read: the set from one folder; FileNotFoundError if it is not there, DatasetError if it is not as it should be.
+        addresses: for each, what it is called and a function that fetches the set into a folder, before a deadline of
+            `time.monotonic`, and returns the folder to read.
+        files: what `read` needs from one folder, by name, checked: what goes into the cache.
+        wanted: which files, from where, a user can provide.
     """
 
     name: str
-    origin: str
-    classes: tuple[str, ...]
-    train_images: NDArray[np.uint8]
-    train_labels: NDArray[np.int64]
-    test_images: NDArray[np.uint8]
-    test_labels: NDArray[np.int64]
+    size: str
+    layouts: Sequence[str]
+    installed: Sequence[Path]
+    cached: str
+    read: Callable[[Path], T]
+    addresses: Sequence[tuple[str, Fetch]]
+    files: Callable[[Path], Iterable[tuple[str, bytes]]]
+    wanted: str
 
 
-Say = Callable[[str], object]
-
-
-def images(folder: str | Path | None = None, *, say: Say = print) -> ImageSet:
-    """Fashion-MNIST if it can be had; else scikit-learn's handwritten digits, and `say` is told so and why."""
-    try:
-        return fashion_mnist(folder, say=say)
-    except DatasetMissing as missing:
-        try:
-            digits = handwritten_digits()
-        except ImportError:
-            raise DatasetMissing(f"{missing} (Nor is scikit-learn installed, whose digits could stand in.)") from None
-        say(f"{missing}\nUSING HANDWRITTEN DIGITS INSTEAD: {len(digits.train_images)} pictures for training.")
-        return digits
-
-
-def fashion_mnist(folder: str | Path | None = None, *, say: Say = print) -> ImageSet:
-    """Fashion-MNIST, found or fetched as this module's docstring says.
+def obtain(source: Source[T], folder: str | Path | None = None, *, say: Say = print) -> T:
+    """A data set, found or fetched as this module's docstring says.
 
     Args:
         folder: where to look first, instead of $MGPU_DATA.
@@ -106,107 +80,33 @@ def fashion_mnist(folder: str | Path | None = None, *, say: Say = print) -> Imag
 
     Raises:
         DatasetMissing: if it is nowhere and cannot be fetched.
-        DatasetError: if the folder given holds other or damaged files of these names.
+        DatasetError: if the folder given holds other or damaged files of the set's names.
     """
     given = folder or os.environ.get("MGPU_DATA")
     if given:
-        found = _first_whole([Path(given).expanduser() / layout for layout in LAYOUTS])
-        if isinstance(found, DatasetError):
-            raise found
-        if found:
+        found, wrong = _first_whole(source.read, [Path(given).expanduser() / layout for layout in source.layouts])
+        if found is not None:
             return found
-        say(f"No Fashion-MNIST in {given}; looking elsewhere.")
-    found = _first_whole([DEBIAN_FOLDER, *(cache / "fashion-mnist" for cache in _caches())])
-    if isinstance(found, DatasetError):
-        say(str(found))
-    return found if isinstance(found, ImageSet) else _fetch_once(say)
+        if wrong is not None:
+            raise wrong
+        say(f"No {source.name} in {given}; looking elsewhere.")
+    found, wrong = _first_whole(source.read, [*source.installed, *(cache / source.cached for cache in _caches())])
+    if wrong is not None and found is None:
+        say(str(wrong))
+    return _fetch_once(source, say) if found is None else found
 
 
-def _first_whole(places: list[Path]) -> ImageSet | DatasetError | None:
-    """The set in the first place that holds it, else what is wrong with the last that nearly does, else None."""
+def _first_whole(read: Callable[[Path], T], places: list[Path]) -> tuple[T | None, DatasetError | None]:
+    """The set in the first place that holds it, and what is wrong with the last that nearly does."""
     wrong = None
     for place in places:
         try:
-            return _read(place)
+            return read(place), wrong
         except FileNotFoundError:
             continue
         except DatasetError as error:
             wrong = error
-    return wrong
-
-
-def handwritten_digits() -> ImageSet:
-    """The 1,797 handwritten digits that come with scikit-learn, 8 x 8, enlarged to 28 x 28.
-
-    The last 360, which other people wrote, are the test set.
-
-    Raises:
-        ImportError: if scikit-learn is not installed.
-    """
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    enlarged = np.kron(digits.images, np.ones((3, 3))) * (255 / 16)
-    pictures = np.pad(enlarged, ((0, 0), (2, 2), (2, 2))).round().astype(np.uint8)
-    labels = digits.target.astype(np.int64)
-    return ImageSet(
-        name="handwritten digits",
-        origin="scikit-learn",
-        classes=tuple("0123456789"),
-        train_images=pictures[:-360],
-        train_labels=labels[:-360],
-        test_images=pictures[-360:],
-        test_labels=labels[-360:],
-    )
-
-
-# Reading
-
-
-def _read(place: Path) -> ImageSet:
-    """The set in one folder; FileNotFoundError if a file is not there, DatasetError if it is not what it should be."""
-    arrays = {name: parse_idx(_content(place, name)) for name in FASHION_MNIST}
-    return ImageSet(
-        name="Fashion-MNIST",
-        origin=str(place),
-        classes=CLOTHES,
-        train_images=arrays["train-images-idx3-ubyte"],
-        train_labels=arrays["train-labels-idx1-ubyte"].astype(np.int64),
-        test_images=arrays["t10k-images-idx3-ubyte"],
-        test_labels=arrays["t10k-labels-idx1-ubyte"].astype(np.int64),
-    )
-
-
-def _content(place: Path, name: str) -> bytes:
-    """The decompressed and checked content of one file, which may lie there compressed."""
-    path = place / name
-    try:
-        if not path.exists():
-            path = place / f"{name}.gz"
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            content = file.read(_LARGEST)
-    except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(path) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path} cannot be read ({error}). Remove or replace it.") from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != FASHION_MNIST[name]:
-        raise DatasetError(
-            f"{path} is damaged, or is not Fashion-MNIST's: the SHA-256 of its content is {found}, "
-            f"expected {FASHION_MNIST[name]}. Remove or replace it."
-        )
-    return content
-
-
-def parse_idx(content: bytes) -> NDArray[np.uint8]:
-    """An array from MNIST's IDX format: 0, 0, 8 for bytes, the number of dimensions, each size in 4 bytes, values."""
-    if len(content) < 4 or content[:3] != b"\x00\x00\x08":
-        raise DatasetError(f"not an IDX file of bytes: it starts with {content[:4]!r}")
-    shape = np.frombuffer(content, ">u4", count=content[3], offset=4).tolist()
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape)
-
-
-# Fetching
+    return None, wrong
 
 
 def _caches() -> list[Path]:
@@ -215,49 +115,46 @@ def _caches() -> list[Path]:
     return [Path(base) / "mgpu", Path(tempfile.gettempdir()) / f"mgpu-{os.getuid()}"]
 
 
-def _writable_cache() -> Path:
+def _writable_cache(name: str) -> Path:
     for cache in _caches():
         with contextlib.suppress(OSError):
             cache.mkdir(mode=0o700, parents=True, exist_ok=True)
             if os.access(cache, os.W_OK) and cache.stat().st_uid == os.getuid():
                 return cache
-    raise DatasetMissing(f"None of {', '.join(map(str, _caches()))} can be written, so Fashion-MNIST is not fetched.")
+    raise DatasetMissing(f"None of {', '.join(map(str, _caches()))} can be written, so {name} is not fetched.")
 
 
-def _fetch_once(say: Say) -> ImageSet:
+def _fetch_once(source: Source[T], say: Say) -> T:
     """Fetch into the cache, or wait for the process of this host that is doing so."""
-    cache = _writable_cache()
-    kept = cache / "fashion-mnist"
-    sources = (("Debian's package", _from_debian), ("the publisher", _from_publisher))
+    cache = _writable_cache(source.name)
+    kept = cache / source.cached
     failures = []
-    with _only_one(cache / "fetching.lock", len(sources) * _PATIENCE + 60, say):
+    with _only_one(cache / "fetching.lock", len(source.addresses) * _PATIENCE + 60, say):
         with contextlib.suppress(FileNotFoundError, DatasetError):
-            return _read(kept)  # another process was faster
+            return source.read(kept)  # another process was faster
         scratch = cache / "fetching"  # on the cache's file system, so that a rename puts a file in place
-        for source, fetch in sources:
+        for address, fetch in source.addresses:
             began = time.monotonic()
-            say(f"Fetching Fashion-MNIST (31 MB) from {source} ...")
+            say(f"Fetching {source.name} ({source.size}) from {address} ...")
             try:
                 shutil.rmtree(scratch, ignore_errors=True)  # a killed process may have left it
                 scratch.mkdir()
                 place = fetch(scratch, began + _PATIENCE)
                 kept.mkdir(exist_ok=True)
-                for name in FASHION_MNIST:
-                    (scratch / name).write_bytes(_content(place, name))
+                for name, content in source.files(place):
+                    (scratch / name).write_bytes(content)
                     (scratch / name).replace(kept / name)
             except (OSError, http.client.HTTPException, DatasetError) as error:
-                failures.append(f"from {source}: {error}")
+                failures.append(f"from {address}: {error}")
                 say(f"  failed: {error}")
                 continue
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
             say(f"  fetched, checked and kept in {kept}, in {time.monotonic() - began:.1f} s.")
-            return _read(kept)
-    wanted = ", ".join(f"{name}.gz" for name in FASHION_MNIST)
+            return source.read(kept)
     raise DatasetMissing(
-        f"Fashion-MNIST is not on this machine and could not be fetched ({'; '.join(failures)}). "
-        f"Put {wanted} (from {PUBLISHER}, or from Debian's package {DEBIAN_PACKAGE}) into {kept}, "
-        "or into a folder that MGPU_DATA names."
+        f"{source.name} is not on this machine and could not be fetched ({'; '.join(failures)}). "
+        f"Put {source.wanted} into {kept}, or into a folder that MGPU_DATA names."
     )
 
 
@@ -275,7 +172,7 @@ def _only_one(lock: Path, patience: float, say: Say) -> Iterator[None]:
             return True
 
         if not taken():
-            say("Another process is fetching Fashion-MNIST; waiting for it ...")
+            say("Another process is fetching a data set; waiting for it ...")
             while not taken():
                 if time.monotonic() > deadline:
                     raise DatasetMissing(f"Another process has held {lock} for {patience:.0f} s.")
@@ -283,8 +180,24 @@ def _only_one(lock: Path, patience: float, say: Say) -> Iterator[None]:
         yield
 
 
-def _from_debian(scratch: Path, deadline: float) -> Path:
-    """Debian's package, by apt and its signatures, unpacked beside the system and not into it: no root needed."""
+def download(url: str, path: Path, deadline: float) -> None:
+    """Fetch one file. Raises an OSError or DatasetError where it does not come, is too large, or takes too long."""
+    received = 0
+    with urllib.request.urlopen(url, timeout=_STALL) as answer, open(path, "wb") as file:
+        while piece := answer.read1(1 << 16):
+            received += len(piece)
+            if received > LARGEST:
+                raise DatasetError(f"{url} is larger than {LARGEST} bytes, so it is not what it should be")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{url} had not arrived after {_PATIENCE:.0f} s")
+            file.write(piece)
+
+
+def unpack_debian(package: str, scratch: Path, deadline: float) -> Path:
+    """A Debian package's files, by apt and its signatures, unpacked below `scratch` and not installed: no root needed.
+
+    Returns the folder that stands for the system's root.
+    """
     if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
         raise FileNotFoundError("apt-get and dpkg-deb are not installed")
     patience = (f"Acquire::{scheme}::Timeout={_STALL:.0f}" for scheme in ("http", "https"))
@@ -293,7 +206,7 @@ def _from_debian(scratch: Path, deadline: float) -> Path:
     for option in patience:
         apt += ["-o", option]
     try:
-        _run([*apt, "download", DEBIAN_PACKAGE], scratch, deadline)
+        _run([*apt, "download", package], scratch, deadline)
     except DatasetError:
         # The system's package lists are missing or old: make fresh ones of our own.
         own = scratch / "apt"
@@ -301,10 +214,10 @@ def _from_debian(scratch: Path, deadline: float) -> Path:
             (own / folder).mkdir(parents=True)
         apt += ["-o", f"Dir::State={own}", "-o", f"Dir::Cache={own}"]
         _run([*apt, "update"], scratch, deadline)
-        _run([*apt, "download", DEBIAN_PACKAGE], scratch, deadline)
-    package = next(scratch.glob("*.deb"))
-    _run(["dpkg-deb", "-x", str(package), str(scratch / "unpacked")], scratch, deadline)
-    return scratch / "unpacked" / DEBIAN_FOLDER.relative_to("/")
+        _run([*apt, "download", package], scratch, deadline)
+    archive = next(scratch.glob("*.deb"))
+    _run(["dpkg-deb", "-x", str(archive), str(scratch / "unpacked")], scratch, deadline)
+    return scratch / "unpacked"
 
 
 def _run(command: list[str], folder: Path, deadline: float) -> None:
@@ -326,18 +239,3 @@ def _run(command: list[str], folder: Path, deadline: float) -> None:
     if done.returncode:
         last = log.read_text(errors="replace").strip().splitlines()[-1:]
         raise DatasetError(f"{command[0]} failed: {last[0] if last else f'exit code {done.returncode}'}")
-
-
-def _from_publisher(scratch: Path, deadline: float) -> Path:
-    for name in FASHION_MNIST:
-        url = f"{PUBLISHER}{name}.gz"
-        received = 0
-        with urllib.request.urlopen(url, timeout=_STALL) as answer, open(scratch / f"{name}.gz", "wb") as file:
-            while piece := answer.read1(1 << 16):
-                received += len(piece)
-                if received > _LARGEST:
-                    raise DatasetError(f"{url} is larger than {_LARGEST} bytes, so it is not what it should be")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{url} had not arrived after {_PATIENCE:.0f} s")
-                file.write(piece)
-    return scratch

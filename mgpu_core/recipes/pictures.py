@@ -76,3 +76,40 @@ def draw_confusion(
     axes.set(xlabel="predicted", ylabel="true", title=f"{mistakes.sum():,} mistakes in {counts.sum():,}")
     Path(picture).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=130)
+
+
+def draw_utterance(
+    signal: NDArray[Any],
+    features: NDArray[Any],
+    probabilities: NDArray[Any],
+    spans: Sequence[tuple[str, int, int]],
+    picture: str | Path,
+    title: str,
+) -> None:
+    """Draw a signal (samples,), its features (frames, bands), and what a network makes of them, one above the other.
+
+    `probabilities` (steps, classes) begin with the blank's; `spans` say which label is read from which step to which.
+    """
+    from matplotlib.figure import Figure
+
+    steps = len(probabilities)
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    wave, bands, classes = figure.subplots(3, 1, height_ratios=(1, 1.6, 1.4))
+    wave.plot(np.linspace(0, steps, len(signal)), signal, color="#2a6fb0", linewidth=0.5)
+    wave.set(yticks=[], title=title)
+    extent = (0, steps, 0, features.shape[1])
+    bands.imshow(features.T, origin="lower", aspect="auto", cmap="magma", extent=extent)
+    bands.set_ylabel("mel bands")
+    for label, first, last in spans:
+        for axes in (wave, bands):
+            axes.axvspan(first, last, color="#2e8b57", alpha=0.25)
+        wave.text((first + last) / 2, wave.get_ylim()[1], label, ha="center", va="top", fontsize=14)
+    classes.plot(np.arange(steps) + 0.5, probabilities[:, 0], color="0.7", label="blank")
+    for column in sorted({int(label) + 1 for label, _, _ in spans}):
+        classes.plot(np.arange(steps) + 0.5, probabilities[:, column], label=str(column - 1))
+    classes.set(xlabel="steps of the network", ylabel="probability", ylim=(0, 1.05))
+    classes.legend(frameon=False, ncols=8, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    for axes in (wave, bands, classes):
+        axes.set_xlim(0, steps)
+    Path(picture).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=130)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from mgpu_core import data
-from mgpu_core.data import DatasetError, DatasetMissing, sources
+from mgpu_core.data import DatasetError, DatasetMissing, image_sets, sources
 
 SHAPES = {
     "train-images-idx3-ubyte": (60, 28, 28),
@@ -39,10 +39,10 @@ def content(monkeypatch, tmp_path):
     rng = np.random.default_rng(0)
     files = {name: idx(rng.integers(0, 10, shape, dtype=np.uint8)) for name, shape in SHAPES.items()}
     monkeypatch.setattr(
-        sources, "FASHION_MNIST", {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        image_sets, "FASHION_MNIST", {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     )
-    monkeypatch.setattr(sources, "DEBIAN_FOLDER", tmp_path / "usr" / "share" / "datasets" / "fashion-mnist")
-    monkeypatch.setattr(sources, "PUBLISHER", "http://127.0.0.1:9/")  # the discard port: nobody answers
+    monkeypatch.setattr(image_sets, "DEBIAN_FOLDER", tmp_path / "usr" / "share" / "datasets" / "fashion-mnist")
+    monkeypatch.setattr(image_sets, "PUBLISHER", "http://127.0.0.1:9/")  # the discard port: nobody answers
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv("MGPU_DATA", raising=False)
@@ -79,7 +79,7 @@ def check(images, files):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-@pytest.mark.parametrize("layout", sources.LAYOUTS)
+@pytest.mark.parametrize("layout", image_sets.LAYOUTS)
 @pytest.mark.parametrize("how", ["argument", "environment"])
 def test_found_where_the_user_says(content, tmp_path, monkeypatch, said, layout, packed, how):
     put(tmp_path / "mine" / layout, content, packed=packed)
@@ -92,14 +92,14 @@ def test_found_where_the_user_says(content, tmp_path, monkeypatch, said, layout,
 def test_found_where_debian_puts_it_then_in_the_cache(content, tmp_path, said):
     put(tmp_path / "cache" / "mgpu" / "fashion-mnist", content, packed=False)
     assert "cache" in data.fashion_mnist(say=said.append).origin
-    put(sources.DEBIAN_FOLDER, content, packed=True)
+    put(image_sets.DEBIAN_FOLDER, content, packed=True)
     images = data.fashion_mnist(say=said.append)
     check(images, content)
-    assert images.origin == str(sources.DEBIAN_FOLDER) and said == []
+    assert images.origin == str(image_sets.DEBIAN_FOLDER) and said == []
 
 
 def test_a_folder_without_it_is_said_and_passed_over(content, tmp_path, said):
-    put(sources.DEBIAN_FOLDER, content, packed=True)
+    put(image_sets.DEBIAN_FOLDER, content, packed=True)
     check(data.fashion_mnist(tmp_path / "nowhere", say=said.append), content)
     assert said == [f"No Fashion-MNIST in {tmp_path / 'nowhere'}; looking elsewhere."]
 
@@ -153,7 +153,7 @@ def publisher(content, tmp_path, monkeypatch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        monkeypatch.setattr(sources, "PUBLISHER", f"http://127.0.0.1:{server.server_port}/")
+        monkeypatch.setattr(image_sets, "PUBLISHER", f"http://127.0.0.1:{server.server_port}/")
         yield site, Handler.requests
         server.shutdown()
         thread.join()
@@ -244,7 +244,7 @@ def test_damaged_downloads_are_refused_and_not_kept(content, publisher, tmp_path
 
 
 def test_endless_answers_are_cut_off(content, publisher, said, monkeypatch):
-    monkeypatch.setattr(sources, "_LARGEST", 100)
+    monkeypatch.setattr(sources, "LARGEST", 100)
     with pytest.raises(DatasetMissing, match="larger than 100 bytes"):
         data.fashion_mnist(say=said.append)
 
@@ -280,7 +280,7 @@ def debian(content, tmp_path, monkeypatch):
     """A repository with the package, and a configuration that makes apt use it and nothing else."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     tree = tmp_path / "tree"
-    put(tree / sources.DEBIAN_FOLDER.relative_to("/"), content, packed=True)
+    put(tree / image_sets.DEBIAN_FOLDER.relative_to("/"), content, packed=True)
     (tree / "DEBIAN").mkdir()
     control = (
         "Package: dataset-fashion-mnist\nVersion: 1.0\nArchitecture: all\nMaintainer: nobody\nDescription: images\n"
@@ -314,7 +314,7 @@ def test_debians_package_is_unpacked_without_installing_it(content, debian, tmp_
         subprocess.run(["apt-get", "update"], check=True, capture_output=True)
     check(data.fashion_mnist(say=said.append), content)
     assert len(said) == 2 and "Debian's package" in said[0] and "fetched, checked and kept" in said[1]
-    assert not sources.DEBIAN_FOLDER.exists()
+    assert not image_sets.DEBIAN_FOLDER.exists()
     assert sorted(os.listdir(tmp_path / "cache" / "mgpu")) == ["fashion-mnist", "fetching.lock"]
 
 
@@ -369,4 +369,4 @@ def test_with_neither_the_error_says_which_files_to_put_where(content, said, mon
 def test_files_that_are_not_idx_are_refused():
     for content in (b"", b"\x00\x00\x0d\x01", b"\x1f\x8b\x08\x00"):
         with pytest.raises(DatasetError, match="not an IDX file"):
-            sources.parse_idx(content)
+            image_sets.parse_idx(content)
