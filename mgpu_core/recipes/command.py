@@ -17,18 +17,20 @@ from mgpu_core.trainer import CHECKPOINT, Trainer
 Say = Callable[[str], Any]
 
 
-def parser(name: str, description: str | None, *, samples: str, seed: str) -> argparse.ArgumentParser:
+def parser(
+    name: str, description: str | None, defaults: Mapping[str, Any], *, samples: str, seed: str
+) -> argparse.ArgumentParser:
     """A recipe's command line with the options that all have; a recipe adds its own.
 
-    What is left out is None, and `settle` gives it its value. `samples` says what a batch is made of, `seed` what the
-    seed decides.
+    An option that is left out is None, and `settle` gives it its value; `defaults` are for the help text. `samples`
+    says what a batch is made of, `seed` what else than the weights the seed decides.
     """
     it = argparse.ArgumentParser(f"mgpu train {name}", description=(description or "").split("\n")[0])
     add = it.add_argument
     add("-n", "--ranks", type=positive, help="processes to train with (the cores, from 2 to 8)")
-    add("--epochs", type=positive, help=f"passes over the training {samples}")
-    add("--batch", type=positive, help=f"{samples} in a step, over all ranks")
-    add("--lr", type=float, help="highest learning rate")
+    add("--epochs", type=positive, help=f"passes over the training {samples} ({defaults['epochs']})")
+    add("--batch", type=positive, help=f"{samples} in a step, over all ranks ({defaults['batch']})")
+    add("--lr", type=float, help=f"highest learning rate ({defaults['lr'] or 'in proportion to the batch'})")
     add("--seed", type=int, help=f"of the weights and of {seed} (0)")
     add("--dtype", choices=("float32", "float64"), help="(float32)")
     add("--out", type=Path, default=Path("runs") / name, help="folder for the results (%(default)s)")

@@ -161,7 +161,9 @@ def show(images: ImageSet, probabilities: NDArray[Any], folder: Path, size: int)
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    it = command.parser("image-classification", __doc__, samples="images", seed="the order of the images")
+    it = command.parser(
+        "image-classification", __doc__, DEFAULTS["Fashion-MNIST"], samples="images", seed="their order"
+    )
     it.add_argument("--data", type=Path, help="folder in which to look for Fashion-MNIST first ($MGPU_DATA)")
     return it
 

@@ -158,7 +158,7 @@ def find(options: argparse.Namespace, say: Say) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    it = command.parser("language-model", __doc__, samples="pieces of text", seed="their order")
+    it = command.parser("language-model", __doc__, DEFAULTS, samples="pieces of text", seed="their order")
     add = it.add_argument
     add("--length", type=command.positive, help="bytes of a piece (128)")
     add("--size", type=command.positive, help="width of the network (128)")

@@ -110,7 +110,7 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    it = command.parser("resnet", __doc__, samples="images", seed="the order of the images and their changes")
+    it = command.parser("resnet", __doc__, DEFAULTS["Fashion-MNIST"], samples="images", seed="their order and changes")
     it.add_argument("--depth", type=int, choices=NETWORKS, help="layers with weights (20)")
     it.add_argument("--data", type=Path, help="folder in which to look for Fashion-MNIST first ($MGPU_DATA)")
     return it

@@ -198,7 +198,7 @@ def find(options: argparse.Namespace, say: Say) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    it = command.parser("speech", __doc__, samples="utterances", seed="the utterances that are made")
+    it = command.parser("speech", __doc__, DEFAULTS, samples="utterances", seed="what they are made of")
     add = it.add_argument
     add("--utterances", type=command.positive, help="made in an epoch (2000)")
     add("--hold-out", metavar="SPEAKER", help="test with all of a speaker's recordings; each: with each in turn")

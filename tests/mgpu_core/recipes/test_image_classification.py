@@ -73,7 +73,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(digits, tmp_path, capsys):
     for name in one:
         np.testing.assert_array_equal(one[name], other[name])
     assert meta["settings"] == other_meta["settings"]
-    assert meta["settings"] == {"epochs": 2, "batch": 128, "lr": None, "seed": 3, "dtype": "float64"}
+    assert meta["settings"] == {"epochs": 2, "batch": 32, "lr": None, "seed": 3, "dtype": "float64"}
 
 
 def test_ctrl_c_stops_all_ranks_and_keeps_the_checkpoint(script, tmp_path):
