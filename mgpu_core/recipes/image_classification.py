@@ -41,7 +41,7 @@ from mgpu_core.trainer import CHECKPOINT, METRICS, Trainer
 BASE_LR, BASE_BATCH = 0.1, 128  # go well together; the rate for another batch is scaled from these
 DEFAULTS = {  # by data set; the digits are few, and want small batches
     "Fashion-MNIST": {"epochs": 4, "batch": 128, "lr": None, "seed": 0, "dtype": "float32"},
-    "handwritten digits": {"epochs": 15, "batch": 32, "lr": None, "seed": 0, "dtype": "float32"},
+    "handwritten digits": {"epochs": 8, "batch": 32, "lr": None, "seed": 0, "dtype": "float32"},
 }
 PICTURES = ("curves.png", "predictions.png", "confusion.png")
 
