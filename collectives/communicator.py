@@ -323,6 +323,35 @@ class Communicator:
             for _ in range(count):
                 self._backend.wait_signal(self._peer(rank))
 
+    def fetch_add(self, word: Any, value: int, rank: int) -> int:
+        """Add to rank `rank`'s counterpart of `word`, a symmetric int64 array of one element, and return what it was.
+
+        Atomic: of ranks that count in the same word at the same time, each gets a number of its own. What a rank did
+        before is visible to those who find its addition. Does not wait.
+        """
+        return self._backend.fetch_add(_symmetric_word(word, "word"), int(value), self._peer(rank))
+
+    @contextmanager
+    def lock(self, word: Any, rank: int) -> Iterator[None]:
+        """Inside, no other rank holds rank `rank`'s counterpart of `word`, a symmetric int64 array of one element that
+        was zero at first and serves no other purpose. What its last holder did is visible. Threads of one rank count
+        as one: they must not hold the same lock.
+
+        Raises PeerLostError if the holder has died, CollectiveTimeoutError if it keeps the lock until the deadline.
+        """
+        lock, rank = _symmetric_word(word, "lock"), self._peer(rank)
+        self._backend.acquire(lock, rank)
+        try:
+            yield
+        finally:
+            self._backend.release(lock, rank)
+
+    def check(self, ranks: Sequence[int] | None = None) -> None:
+        """Raise PeerLostError if one of `ranks` (None: any) has died or closed, or what a rank has given up with; else
+        return at once. For ranks that work for a long time without a call that would find out.
+        """
+        self._backend.check(range(self.size) if ranks is None else [self._peer(rank) for rank in ranks])
+
     # Plans and families
 
     def plan(self, collective: str, x: Any = None, *args: Any, **options: Any) -> Callable[[], Any]:
@@ -635,6 +664,13 @@ def _tag(tag: int) -> int:
     if not isinstance(tag, (int, np.integer)) or not -(2**63) <= tag < 2**63:
         raise ValueError(f"tag {tag!r} is not an integer of 64 bits")
     return int(tag)
+
+
+def _symmetric_word(word: Any, role: str) -> Array:
+    array = arrays.view(word, role, writable=True)
+    if (array.dtype, array.size) != (np.dtype(np.int64), 1):
+        raise ValueError(f"{role} is a symmetric array of one int64, not of {array.size} {array.dtype}")
+    return array
 
 
 def _check_alike(name: str, x: Array, other: str, y: Array) -> None:

@@ -39,6 +39,31 @@ def raise_flag(flag: int, value: int) -> None:
 
 
 @primitive
+def add_word(address: int, value: int) -> int:
+    """Add to the 64-bit word at `address` in one step, as no load and store can; what it was. A full fence.
+
+    (This body is one step only among threads that share an interpreter lock.)
+    """
+    word = ctypes.c_int64.from_address(address)
+    before = word.value
+    word.value = before + value
+    return before
+
+
+@primitive
+def compare_exchange(flag: int, expected: int, value: int) -> int:
+    """Give the flag the value if it is as expected, in one step; what it was, 0 to 2**32 - 1. A full fence.
+
+    (This body is one step only among threads that share an interpreter lock.)
+    """
+    word = ctypes.c_uint32.from_address(flag)
+    before = word.value
+    if before == expected:
+        word.value = value
+    return before
+
+
+@primitive
 def doze(round: int, flag: int, seen: int, spins: int, yields: int) -> bool:
     """Pass the time between two looks at `flag`, whose value was `seen`: spin first, then yield, then sleep.
 

@@ -62,6 +62,22 @@ class Backend(ABC):
         """Return when `rank` has signalled once more; what it did before is visible then."""
 
     @abstractmethod
+    def fetch_add(self, word: Any, value: int, rank: int) -> int:
+        """Add to `rank`'s counterpart of a symmetric int64 array of one element, atomically; what it was."""
+
+    @abstractmethod
+    def acquire(self, lock: Any, rank: int) -> None:
+        """Take the lock that `rank`'s counterpart of a symmetric int64 array of one element is."""
+
+    @abstractmethod
+    def release(self, lock: Any, rank: int) -> None:
+        """Let that lock go."""
+
+    @abstractmethod
+    def check(self, ranks: Sequence[int]) -> None:
+        """Raise if one of these ranks has died or closed, or any rank has given up. Does not wait."""
+
+    @abstractmethod
     def split(self, color: int | None, key: int) -> Backend | None:
         """An engine for the ranks of the same color, in the order of (key, rank); None for color None."""
 

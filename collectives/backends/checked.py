@@ -63,6 +63,18 @@ class Checked(Backend):
     def wait_signal(self, rank: int) -> None:
         self._inner.wait_signal(rank)
 
+    def fetch_add(self, word: Any, value: int, rank: int) -> int:
+        return self._inner.fetch_add(word, value, rank)
+
+    def acquire(self, lock: Any, rank: int) -> None:
+        self._inner.acquire(lock, rank)
+
+    def release(self, lock: Any, rank: int) -> None:
+        self._inner.release(lock, rank)
+
+    def check(self, ranks: Sequence[int]) -> None:
+        self._inner.check(ranks)
+
     def split(self, color: int | None, key: int) -> Backend | None:
         child = self._inner.split(color, key)
         return None if child is None else Checked(child)

@@ -7,6 +7,7 @@ waited for a while, `_attend` looks at what may be wrong.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -366,6 +367,43 @@ class Shm(Backend):
         except BaseException as error:
             self.fail(error)
             raise
+
+    def fetch_add(self, word: Array, value: int, rank: int) -> int:
+        self._check_usable()
+        return native.load("fetch_add").call(self._word(word, rank), value)
+
+    def acquire(self, lock: Array, rank: int) -> None:
+        self._check_usable()
+        take, place = native.load("acquire").call, self._word(lock, rank)
+        if take(place, self.rank + 1, *self.patience) == DONE:
+            return
+        try:
+            with Watch(self, lambda: f"lock(rank {rank})") as watch:
+                while True:
+                    holder = ctypes.c_uint32.from_address(place).value - 1
+                    watch.look([holder] if holder >= 0 else [], lambda holder=holder: f"rank {holder} holds it")
+                    if take(place, self.rank + 1, *self.patience) == DONE:
+                        return
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def release(self, lock: Array, rank: int) -> None:
+        native.load("release").call(self._word(lock, rank))
+
+    def check(self, ranks: Sequence[int]) -> None:
+        self._check_usable()
+        try:
+            with Watch(self, lambda: "check") as watch:
+                watch.look(ranks, str)
+                watch.look(ranks, str)  # only the second look counts
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _word(self, array: Array, rank: int) -> int:
+        """Address of `rank`'s counterpart of a symmetric array of one int64."""
+        return address(self.peer_view(array, rank))
 
     def split(self, color: int | None, key: int) -> Shm | None:
         mine = {"color": color, "key": key, "free": sorted(self.host.free_arenas), "vacated": self.host.vacated()}

@@ -19,7 +19,7 @@ from numba.core.datamodel import PrimitiveModel
 from numba.core.extending import intrinsic, register_model
 from numba.core.registry import cpu_target
 
-from kernels import elementwise, executor, progress
+from kernels import atomic, elementwise, executor, progress
 from kernels.dtypes import DType, find
 from kernels.portable import bind
 from kernels.targets.groups import Vector, group_bodies
@@ -72,10 +72,11 @@ def load_acquire(typing, flag):  # type: ignore[no-untyped-def]
     return types.int64(types.int64), _emit(generate)
 
 
-def _read_modify_write(operation: str) -> Any:
+def _read_modify_write(operation: str, type_: ir.IntType = _I32) -> Any:
     def generate(b, address, value):  # type: ignore[no-untyped-def]
-        old = b.atomic_rmw(operation, _pointer(b, address, _I32), b.trunc(value, _I32), "seq_cst")
-        return b.zext(old, _I64)
+        value = value if type_ is _I64 else b.trunc(value, type_)
+        old = b.atomic_rmw(operation, _pointer(b, address, type_), value, "seq_cst")
+        return old if type_ is _I64 else b.zext(old, _I64)
 
     return types.int64(types.int64, types.int64), _emit(generate)
 
@@ -88,6 +89,21 @@ def exchange(typing, address, value):  # type: ignore[no-untyped-def]
 @intrinsic
 def add(typing, address, value):  # type: ignore[no-untyped-def]
     return _read_modify_write("add")
+
+
+@intrinsic
+def add_word(typing, address, value):  # type: ignore[no-untyped-def]
+    return _read_modify_write("add", _I64)
+
+
+@intrinsic
+def compare_exchange(typing, flag, expected, value):  # type: ignore[no-untyped-def]
+    def generate(b, flag, expected, value):  # type: ignore[no-untyped-def]
+        expected, value = b.trunc(expected, _I32), b.trunc(value, _I32)
+        both = b.cmpxchg(_pointer(b, flag, _I32), expected, value, "seq_cst", "seq_cst")
+        return b.zext(b.extract_value(both, 0), _I64)
+
+    return types.int64(types.int64, types.int64, types.int64), _emit(generate)
 
 
 @intrinsic
@@ -196,6 +212,8 @@ PRIMITIVES = {
     "store_word": store_word,
     "load_acquire": load_acquire,
     "raise_flag": raise_flag,
+    "add_word": add_word,
+    "compare_exchange": compare_exchange,
     "doze": doze,
     "sync": sync,
     "copy_bytes": copy_bytes,
@@ -240,7 +258,8 @@ def _reduction(dtype: DType, operation: str) -> dict[str, Any]:
 
 
 def compile_function(name: str) -> bytes:
-    """Object code for this processor of `execute`, a function of `kernels/progress.py` or `reduce-<dtype>-<operation>`.
+    """Object code for this processor of `execute`, a function of `kernels/progress.py` or `kernels/atomic.py`, or
+    `reduce-<dtype>-<operation>`.
 
     It holds two symbols to use: `native`, in Numba's calling convention, and `python`, a METH_FASTCALL function.
     """
@@ -249,7 +268,7 @@ def compile_function(name: str) -> bytes:
         source = elementwise.reduce
         inner = bind(source, _reduction(find(dtype), operation), _jit)
     else:
-        source = getattr(executor if name == "execute" else progress, name)
+        source = next(vars(module)[name] for module in (executor, progress, atomic) if name in vars(module))
         inner = bind(source, PRIMITIVES, _jit, _bound)
     arguments = source.__code__.co_argcount
     signature = types.int64(*[types.int64] * arguments)

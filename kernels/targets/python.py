@@ -41,6 +41,8 @@ PRIMITIVES: dict[str, Any] = {
     "store_word": primitives.store_word,
     "load_acquire": primitives.load_acquire,
     "raise_flag": primitives.raise_flag,
+    "add_word": primitives.add_word,
+    "compare_exchange": primitives.compare_exchange,
     "doze": primitives.doze,
     "sync": primitives.sync,
     "copy_bytes": bind(elementwise.copy, _COPIES, as_it_is),

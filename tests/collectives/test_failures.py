@@ -128,7 +128,30 @@ def dies_in_split(comm: Communicator) -> None:
     comm.split(0)
 
 
+def dies_with_a_lock(comm: Communicator) -> None:
+    word = comm.zeros(1, np.int64)
+    if comm.rank == 1:
+        comm.lock(word, 0).__enter__()
+    comm.barrier()
+    if comm.rank == 1:
+        die()
+    with comm.lock(word, 0):
+        pass
+
+
+def dies_unheard(comm: Communicator) -> None:
+    """While the others are busy by themselves, and look now and then."""
+    if comm.rank == 1:
+        time.sleep(0.2)
+        die()
+    while True:
+        comm.check()
+        time.sleep(0.001)
+
+
 DEATHS = [
+    (dies_with_a_lock, 3, 1),
+    (dies_unheard, 2, 1),
     (dies_while_others_wait, 3, 2),
     (dies_before_others_call, 3, 0),
     (dies_in_asynchronous_calls, 3, 1),

@@ -108,6 +108,28 @@ def test_signals_are_counted(crew: Crews) -> None:
     assert crew(counts, 2)[1] > 0.05
 
 
+def counts_together(comm: Communicator) -> tuple[list[int], int, list[int]]:
+    """Every rank draws numbers from one counter, and adds to a sum that only a lock keeps whole."""
+    counter, lock, total = (comm.zeros(1, np.int64) for _ in range(3))
+    last = comm.size - 1
+    drawn = [comm.fetch_add(counter, 1, last) for _ in range(500)]
+    for _ in range(200):
+        with comm.lock(lock, 0):
+            seen = int(comm.get(total, last)[0])
+            comm.put(np.array([seen + 1]), total, last)
+    comm.check()
+    comm.barrier()
+    return drawn, int(total[0]), [int(word[0]) for word in (counter, lock)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_counters_and_locks(size: int) -> None:
+    drawn, totals, words = zip(*collectives.spawn(counts_together, size))
+    assert sorted(number for numbers in drawn for number in numbers) == list(range(500 * size))
+    assert totals[-1] == 200 * size
+    assert words[-1] == [500 * size, 0]
+
+
 def misused(comm: Communicator) -> list[str]:
     told = []
     x, mine = comm.zeros(4), np.zeros(4, np.float32)
@@ -120,6 +142,10 @@ def misused(comm: Communicator) -> list[str]:
         lambda: comm.get(x, 9),
         lambda: comm.signal(-1),
         lambda: comm.wait_signal(0, -1),
+        lambda: comm.fetch_add(x, 1, 0),
+        lambda: comm.fetch_add(np.zeros(1, np.int64), 1, 0),
+        lambda: comm.lock(comm.zeros(2, np.int64), 0).__enter__(),
+        lambda: comm.check([1]),
     ):
         try:
             call()
@@ -138,6 +164,10 @@ def test_misuse(crew: Crews) -> None:
     assert told[5] == "rank 9 does not exist; this communicator has ranks 0 to 0"
     assert told[6] == "rank -1 does not exist; this communicator has ranks 0 to 0"
     assert told[7] == "count -1 is negative"
+    assert told[8] == "word is a symmetric array of one int64, not of 4 float32"
+    assert "allocate the array with comm.empty" in told[9]
+    assert told[10] == "lock is a symmetric array of one int64, not of 2 int64"
+    assert told[11] == "rank 1 does not exist; this communicator has ranks 0 to 0"
 
 
 def waits_in_vain(comm: Communicator, why: str) -> tuple[str, float]:
