@@ -13,7 +13,7 @@ from kernels.primitives import add_word, compare_exchange, doze, load_acquire, r
 
 @portable
 def fetch_add(address: int, value: int) -> int:
-    """Add to the 64-bit word at `address`, which wraps, and return what it was. Orders all accesses before and after."""
+    """Add to the 64-bit word at `address`, which wraps; what it was. Orders all accesses before and after."""
     return add_word(address, value)
 
 

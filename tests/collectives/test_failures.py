@@ -131,10 +131,10 @@ def dies_in_split(comm: Communicator) -> None:
 def dies_with_a_lock(comm: Communicator) -> None:
     word = comm.zeros(1, np.int64)
     if comm.rank == 1:
-        comm.lock(word, 0).__enter__()
+        with comm.lock(word, 0):
+            comm.barrier()
+            die()
     comm.barrier()
-    if comm.rank == 1:
-        die()
     with comm.lock(word, 0):
         pass
 
