@@ -331,6 +331,15 @@ class Communicator:
         """
         return self._backend.fetch_add(_symmetric_word(word, "word"), int(value), self._peer(rank))
 
+    def wait_until(self, word: Any, value: int, rank: int) -> None:
+        """Return when rank `rank`'s counterpart of `word`, a symmetric int64 array of one element that only grows, is
+        `value` or more. What was done before the `fetch_add` that made it so is visible then. Looks 2,000 times a
+        second, and sleeps between.
+
+        Raises PeerLostError if that rank dies or closes before, CollectiveTimeoutError at the deadline.
+        """
+        self._backend.wait_until(_symmetric_word(word, "word"), int(value), self._peer(rank))
+
     @contextmanager
     def lock(self, word: Any, rank: int) -> Iterator[None]:
         """Inside, no other rank holds rank `rank`'s counterpart of `word`, a symmetric int64 array of one element that

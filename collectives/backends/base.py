@@ -74,6 +74,10 @@ class Backend(ABC):
         """Let that lock go."""
 
     @abstractmethod
+    def wait_until(self, word: Any, value: int, rank: int) -> None:
+        """Return when `rank`'s counterpart of a symmetric int64 array of one element is `value` or more."""
+
+    @abstractmethod
     def check(self, ranks: Sequence[int]) -> None:
         """Raise if one of these ranks has died or closed, or any rank has given up. Does not wait."""
 

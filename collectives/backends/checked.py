@@ -72,6 +72,9 @@ class Checked(Backend):
     def release(self, lock: Any, rank: int) -> None:
         self._inner.release(lock, rank)
 
+    def wait_until(self, word: Any, value: int, rank: int) -> None:
+        self._inner.wait_until(word, value, rank)
+
     def check(self, ranks: Sequence[int]) -> None:
         self._inner.check(ranks)
 

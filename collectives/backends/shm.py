@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ from kernels.executor import DIFFERENT, DONE
 SLOTS = 16
 JOBS = 4096  # kinds of calls whose jobs are kept; the oldest give way
 _BYTE = find("uint8")
+_NAP, _NAPS = 0.0005, 100  # seconds between two looks at a peer's word, and the looks between two at its health
 _IN_COLLECTIVE = Waiting(Doing.COLLECTIVE)
 _NOWHERE = address(np.zeros(1, np.uint8))  # for an array that a rank does not have: never touched
 
@@ -381,7 +383,7 @@ class Shm(Backend):
             with Watch(self, lambda: f"lock(rank {rank})") as watch:
                 while True:
                     holder = ctypes.c_uint32.from_address(place).value - 1
-                    watch.look([holder] if holder >= 0 else [], lambda holder=holder: f"rank {holder} holds it")
+                    watch.look([holder] if holder >= 0 else [], partial("rank {} holds it".format, holder))
                     if take(place, self.rank + 1, *self.patience) == DONE:
                         return
         except BaseException as error:
@@ -390,6 +392,23 @@ class Shm(Backend):
 
     def release(self, lock: Array, rank: int) -> None:
         native.load("release").call(self._word(lock, rank))
+
+    def wait_until(self, word: Array, value: int, rank: int) -> None:
+        self._check_usable()
+        view = self.peer_view(word, rank)
+        if view.item() >= value:
+            return
+        try:
+            with Watch(self, lambda: f"wait_until({value}, rank {rank})") as watch:
+                looks = 0
+                while view.item() < value:
+                    time.sleep(_NAP)
+                    looks += 1
+                    if looks % _NAPS == 0:
+                        watch.look([rank], lambda: f"rank {rank}'s word is {view.item()}")
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def check(self, ranks: Sequence[int]) -> None:
         self._check_usable()

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -105,20 +105,23 @@ class Loader:
                 arrays = self.transform(arrays)
         return Batch(arrays, indices, start, epoch, step, len(whole))
 
-    def epoch(self, epoch: int, start: int = 0) -> Prefetched:
-        """The batches of `epoch` from step `start` on, read ahead by a thread until closed or used up."""
-        return Prefetched(self, epoch, start)
+    def epoch(self, epoch: int, start: int = 0, *, steps: Iterable[int] | None = None) -> Prefetched:
+        """The batches of `epoch` from step `start` on, read ahead by a thread until closed or used up.
+
+        `steps` says which steps to read instead, in its order; that thread asks for each when it is about to read it.
+        """
+        return Prefetched(self, epoch, range(start, self.sampler.steps) if steps is None else steps)
 
 
 class Prefetched(Iterator[Batch]):
     """Batches on their way from the reading thread. Close it, or use it in `with`, when leaving early."""
 
-    def __init__(self, loader: Loader, epoch: int, start: int) -> None:
+    def __init__(self, loader: Loader, epoch: int, steps: Iterable[int]) -> None:
         self._loader = loader
         self._queue = _Queue(loader.depth)
         # The thread knows the queue and not this object, so an iterator that is merely dropped also ends it.
         self._thread = threading.Thread(
-            target=_read_ahead, args=(loader, epoch, start, self._queue), name=f"reader of epoch {epoch}", daemon=True
+            target=_read_ahead, args=(loader, epoch, steps, self._queue), name=f"reader of epoch {epoch}", daemon=True
         )
         self._finalizer = weakref.finalize(self, self._queue.close)
         self._thread.start()
@@ -183,9 +186,9 @@ class _Queue:
             self._changed.notify_all()
 
 
-def _read_ahead(loader: Loader, epoch: int, start: int, queue: _Queue) -> None:
+def _read_ahead(loader: Loader, epoch: int, steps: Iterable[int], queue: _Queue) -> None:
     try:
-        for step in range(start, loader.sampler.steps):
+        for step in steps:
             if not queue.put(loader.read(epoch, step)):
                 return
         queue.put(None)

@@ -98,8 +98,7 @@ class DataParallel:
         Those are moving averages, so averaging them now and then gives what averaging them in every step would.
         """
         if self.comm is not None:
-            for buffer in self.model.buffers():
-                self.comm.all_reduce(buffer.data, op="avg", out=buffer.data)
+            average_buffers(self.model, self.comm)
 
     def _announce(self, index: int, parameter: Tensor) -> None:
         if not self._syncing:
@@ -118,3 +117,9 @@ class DataParallel:
         for parameter, view in zip(self._parameters.values(), self._bucketer.views):
             if parameter.grad is not view:
                 parameter.grad = view
+
+
+def average_buffers(model: Module, comm: Any) -> None:
+    """Make a model's buffers, in place, their average over the ranks."""
+    for buffer in model.buffers():
+        comm.all_reduce(buffer.data, op="avg", out=buffer.data)

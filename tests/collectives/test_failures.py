@@ -139,6 +139,14 @@ def dies_with_a_lock(comm: Communicator) -> None:
         pass
 
 
+def dies_before_it_counts(comm: Communicator) -> None:
+    word = comm.zeros(1, np.int64)
+    if comm.rank == 1:
+        time.sleep(0.2)
+        die()
+    comm.wait_until(word, 1, 1)
+
+
 def dies_unheard(comm: Communicator) -> None:
     """While the others are busy by themselves, and look now and then."""
     if comm.rank == 1:
@@ -152,6 +160,7 @@ def dies_unheard(comm: Communicator) -> None:
 DEATHS = [
     (dies_with_a_lock, 3, 1),
     (dies_unheard, 2, 1),
+    (dies_before_it_counts, 2, 1),
     (dies_while_others_wait, 3, 2),
     (dies_before_others_call, 3, 0),
     (dies_in_asynchronous_calls, 3, 1),

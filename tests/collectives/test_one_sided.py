@@ -110,7 +110,7 @@ def test_signals_are_counted(crew: Crews) -> None:
 
 def counts_together(comm: Communicator) -> tuple[list[int], int, list[int]]:
     """Every rank draws numbers from one counter, and adds to a sum that only a lock keeps whole."""
-    counter, lock, total = (comm.zeros(1, np.int64) for _ in range(3))
+    counter, lock, total, done = (comm.zeros(1, np.int64) for _ in range(4))
     last = comm.size - 1
     drawn = [comm.fetch_add(counter, 1, last) for _ in range(500)]
     for _ in range(200):
@@ -118,7 +118,9 @@ def counts_together(comm: Communicator) -> tuple[list[int], int, list[int]]:
             seen = int(comm.get(total, last)[0])
             comm.put(np.array([seen + 1]), total, last)
     comm.check()
-    comm.barrier()
+    comm.fetch_add(done, 1, comm.rank)
+    for rank in range(comm.size):
+        comm.wait_until(done, 1, rank)
     return drawn, int(total[0]), [int(word[0]) for word in (counter, lock)]
 
 
