@@ -22,7 +22,7 @@ from mgpu_core.tensor import Tensor
 
 RNG = np.random.default_rng(0)
 LABELS = RNG.integers(0, 4, 208)
-IMAGES = RNG.standard_normal((208, 12)) + 2 * np.eye(12)[LABELS]
+IMAGES = RNG.standard_normal((208, 12)) + 4 * np.eye(12)[LABELS]
 OPTIMIZERS = {
     "SGD": partial(optim.SGD, lr=0.1),
     "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
@@ -40,7 +40,7 @@ def loader(dtype="float64"):
 
 
 def rate(batch):
-    return 0.05 / (1 + 0.01 * batch.step)
+    return 0.2 / (1 + 0.01 * batch.step)
 
 
 def work(model, batch):
@@ -156,9 +156,7 @@ def nothing_is_torn(comm):
     torn, seen = 0, []
     for _ in range(300):
         store.pull()
-        values = [
-            np.concatenate([tensors[p.name].data[p.start : p.stop] for p in shard]) for shard in shards
-        ]
+        values = [np.concatenate([tensors[p.name].data[p.start : p.stop] for p in shard]) for shard in shards]
         torn += sum(len(set(value.tolist())) > 1 for value in values)
         seen.append([value[0] for value in values])
         for tensor in tensors.values():
