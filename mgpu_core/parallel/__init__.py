@@ -3,6 +3,7 @@
 A `Mesh` lays out the ranks; its axes' communicators go to the strategies, and any of them may be None.
 """
 
+from mgpu_core.parallel.asynchronous import Asynchronous, ParameterStore
 from mgpu_core.parallel.balance import cut, measure
 from mgpu_core.parallel.data import DataParallel
 from mgpu_core.parallel.mesh import Mesh
@@ -14,8 +15,10 @@ from mgpu_core.parallel.recompute import recompute
 
 __all__ = [
     "SCHEDULES",
+    "Asynchronous",
     "DataParallel",
     "Mesh",
+    "ParameterStore",
     "Pipeline",
     "Placement",
     "clip_grad_norm",

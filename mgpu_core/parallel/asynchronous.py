@@ -10,10 +10,10 @@
             model.push(lr=schedule(batch.epoch * loader.sampler.steps + batch.step))
         # here all workers have met, and hold the same parameters
 
-It is the parameter server of Downpour SGD (Dean et al., "Large scale distributed deep networks", 2012) without a server:
-the parameters and the optimiser's state lie in shared memory, an equal part with each rank, and whoever pushes does the
-update. An owner that did it between steps of its own would make everybody wait for the slowest rank, and a server
-process would take a core from the workers; an update costs the pusher a hundredth of its step.
+It is the parameter server of Downpour SGD (Dean et al., "Large scale distributed deep networks", 2012), without a
+server: the parameters and the optimiser's state lie in shared memory, an equal part with each rank, and whoever pushes
+does the update. An owner that did it between steps of its own would let a shard wait for the slowest rank, and a server
+process would take a core from the workers.
 
 **What a pull sees.** Each shard as it was after a whole number of pushes, since a lock guards it while it is read and
 while it is changed; different shards perhaps after different numbers. (Hogwild of Recht et al. 2011 gives up the lock,
@@ -76,8 +76,8 @@ class Piece(NamedTuple):
 def cut(sizes: Mapping[str, int], shards: int) -> list[list[Piece]]:
     """The parameters, laid end to end in their order, cut into shards of equally many elements.
 
-    >>> cut({"weight": 4, "bias": 1}, 2)
-    [[Piece(name='weight', start=0, stop=3)], [Piece(name='weight', start=3, stop=4), Piece(name='bias', start=0, stop=1)]]
+    >>> cut({"weight": 4}, 2)
+    [[Piece(name='weight', start=0, stop=2)], [Piece(name='weight', start=2, stop=4)]]
     """
     pieces: list[list[Piece]] = [[] for _ in range(shards)]
     left = split(sum(sizes.values()), [1] * shards)
