@@ -47,9 +47,9 @@ class Host:
         wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)
         scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", SCRATCH), "MGPU_SCRATCH")
         answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([wanted, scratch]).encode())]
-        self._world = min(heap for heap, _ in answers) // (_SHARE * PAGE) * (_SHARE * PAGE)
+        world = min(heap for heap, _ in answers) // (_SHARE * PAGE) * (_SHARE * PAGE)
         self.scratch = int(answers[0][1])
-        own = Segment.create(0, 0, self._world * (1 + ARENAS // _SHARE))
+        own = Segment.create(0, 0, world * (1 + ARENAS // _SHARE))
         with ExitStack() as undo:
             undo.callback(own.close)
             descriptors = [fd for fd in meeting.exchange_fd(own.fd) if fd is not None]
@@ -67,10 +67,7 @@ class Host:
 
     def arena(self, index: int) -> tuple[int, int]:
         """(offset, bytes) of an arena in every segment."""
-        if index == 0:
-            return self.own.heap, self._world
-        share = self._world // _SHARE
-        return self.own.heap + self._world + (index - 1) * share, share
+        return arenas(self.own.nbytes)[index]
 
     def dead(self, ranks: Iterable[int]) -> list[int]:
         """Those of the ranks whose process has ended."""
@@ -94,6 +91,13 @@ class Host:
         for segment in self.segments:
             segment.close()
         self.meeting.close()
+
+
+def arenas(nbytes: int) -> list[tuple[int, int]]:
+    """(offset, bytes) of every arena in a segment of so many bytes."""
+    share = nbytes // (_SHARE + ARENAS)
+    world = share * _SHARE
+    return [(0, world), *((world + index * share, share) for index in range(ARENAS))]
 
 
 def _close_all(descriptors: Iterable[int]) -> None:

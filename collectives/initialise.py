@@ -6,7 +6,7 @@ import json
 import os
 from contextlib import ExitStack
 
-from collectives import cgroup, environment, threads
+from collectives import cgroup, environment, recorder, threads
 from collectives.backends.checked import Checked
 from collectives.backends.shm import Shm
 from collectives.communicator import Communicator
@@ -53,6 +53,7 @@ def init(
         engine = engine_class(host, range(meeting.size), 0, timeout)
         meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
         undo.pop_all()
+    recorder.answer_signals()
     return Communicator(Checked(engine) if os.environ.get("MGPU_DEBUG_RESULTS") == "1" else engine)
 
 

@@ -1,21 +1,24 @@
 """What a communicator keeps at the start of its arena, in each member's segment, for the others to see.
 
-Offsets in bytes: the rank's state (whether it has given up or closed), the count of calls it has ended, what it waits
-for, its board of descriptors, and the flags that its peers raise.
+Offsets in bytes: the rank's state (whether it has given up or closed) and who it is, the count of calls it has ended,
+what it waits for, its board of descriptors, and the flags that its peers raise.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+from typing import NamedTuple
 
 import numpy as np
 
 from collectives.memory import PAGE, Segment
 from kernels.executor import DESCRIPTOR_WORDS, PAGE_BYTES, PAGES
 
-_STATE = 0  # a flag: OPEN, FAILED or CLOSED; then the length of the reason and the reason, JSON
-_REASON = 64
+_STATE = 0  # a flag: OPEN, FAILED or CLOSED
+_MEMBER = 8  # a mark that says that it is written, and a Member's words
+_MARK = 0x75_70_67_6D
+_REASON = 64  # its length and the reason, JSON
 _REASON_BYTES = 1984
 _FINISHED = _REASON + _REASON_BYTES
 _WAITING = _FINISHED + 64
@@ -30,6 +33,15 @@ OPEN, FAILED, CLOSED = range(3)
 def region_bytes(size: int) -> int:
     """Bytes of the region in a communicator of `size` ranks: whole pages."""
     return -(-(_FLAGS + _KINDS * size * _FLAG_BYTES) // PAGE) * PAGE
+
+
+class Member(NamedTuple):
+    """Whose region it is: rank `rank` of `size`, in a communicator of the run whose first rank is process `run`."""
+
+    rank: int
+    size: int
+    process: int
+    run: int
 
 
 class Region:
@@ -86,6 +98,18 @@ class Region:
     def state(self) -> int:
         """OPEN, FAILED or CLOSED."""
         return ctypes.c_uint32.from_address(self.address + _STATE).value
+
+    @property
+    def member(self) -> Member | None:
+        """Whose region this is; None where nobody has moved in."""
+        mark, *words = self._words[_MEMBER // 8 : _MEMBER // 8 + 1 + len(Member._fields)].tolist()
+        return Member(*words) if mark == _MARK else None
+
+    @member.setter
+    def member(self, member: Member) -> None:
+        first = _MEMBER // 8
+        self._words[first + 1 : first + 1 + len(member)] = member
+        self._words[first] = _MARK
 
     def leave(self, state: int, reason: dict[str, object]) -> None:
         """Say that this member has failed or closed, and why."""

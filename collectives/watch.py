@@ -4,12 +4,14 @@ deadline.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from collectives.deadlock import Circle, Waiting
+from collectives.deadlock import Circle, Doing, Waiting
 from collectives.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -20,6 +22,8 @@ from collectives.region import CLOSED, FAILED
 
 if TYPE_CHECKING:
     from collectives.backends.shm import Shm
+
+STALL = 8.0  # seconds after which a wait is told about; MGPU_STALL changes it, 0 never tells
 
 _ERRORS = {
     kind.__name__: kind for kind in (CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError)
@@ -33,6 +37,7 @@ class Watch:
         self._shm, self._what = shm, what
         self._began = time.monotonic()
         self._gone: list[int] = []
+        self._patience = float(os.environ.get("MGPU_STALL", STALL)) or shm.timeout
         self._circle = Circle(shm.regions, shm.rank)
 
     def __enter__(self) -> Watch:
@@ -73,8 +78,23 @@ class Watch:
         elif circle := self._circle.look(waiting):
             raise CollectiveMismatchError(f"{self._what()}: {circle}")
         waited = time.monotonic() - self._began
+        if waited > self._patience:
+            self._patience = shm.timeout
+            if self._tells(peers, waiting):
+                print(
+                    f"mgpu: rank {shm.rank} has waited for {waited:.0f} s in {self._what()}: {arrivals()}. "
+                    f"`mgpu doctor --run` tells more",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if waited > shm.timeout:
             raise CollectiveTimeoutError(f"{self._what()} did not finish in {waited:.1f} s: {arrivals()}")
+
+    def _tells(self, peers: Sequence[int], waiting: Waiting | None) -> bool:
+        """Whether it is for this rank to say so: of those who wait in a collective, the lowest does."""
+        if waiting is not None and waiting.doing != Doing.COLLECTIVE:
+            return True
+        return self._shm.rank == min(set(range(self._shm.size)) - set(peers), default=0)
 
     def _obituary(self, rank: int) -> str:
         region = self._shm.regions[rank]

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from collectives import programs, select
+from collectives import programs, recorder, select
 from collectives.arrays import Array, address
 from collectives.backends.base import Backend, Pending
 from collectives.call import INTERNAL, ORDINARY, SIGNATURE_WORDS, Call, describe, make_call
@@ -29,7 +29,7 @@ from collectives.host import ARENAS, Birth, Host
 from collectives.job import Job, Link
 from collectives.memory import Heap
 from collectives.progress import Progress, Queued
-from collectives.region import CLOSED, FAILED, Region, region_bytes
+from collectives.region import CLOSED, FAILED, Member, Region, region_bytes
 from collectives.signals import Signals
 from collectives.stream import Streams
 from collectives.watch import Watch
@@ -68,6 +68,7 @@ class Shm(Backend):
         self._segments = [host.segments[member] for member in self.members]
         self.regions = [Region(segment, start, self.size) for segment in self._segments]
         own = self.regions[self.rank]
+        own.member = Member(self.rank, self.size, os.getpid(), host.meeting.peers[0].pid)
         self.link = Link(
             self.rank,
             scratch=[segment.address + scratch for segment in self._segments],
@@ -259,14 +260,7 @@ class Shm(Backend):
 
     def history(self, ranks: Iterable[int]) -> str:
         """The last calls of some ranks."""
-        lines = []
-        for rank in ranks:
-            region = self.regions[rank]
-            begun, ended = region.calls_begun, region.calls_ended
-            pages = [region.page(number) for number in range(begun, max(0, begun - 3), -1)]
-            last = ", after ".join(describe(page) for page in pages if page is not None)
-            lines.append(f"rank {rank} {'is in' if begun > ended else 'has ended'} call {begun}{last and ', '}{last}")
-        return "; ".join(lines)
+        return "; ".join(f"rank {rank} {recorder.tell(self.regions[rank])}" for rank in ranks)
 
     def fail(self, error: BaseException) -> None:
         """This communicator is of no further use: remember why, and let the peers know."""

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from collectives import recorder
 from collectives.doctor import gpus, machine, software, trial
 from collectives.doctor.finding import Finding
 
@@ -46,7 +47,14 @@ def main(argv: list[str]) -> int:
     it = argparse.ArgumentParser("mgpu doctor", description=(__doc__ or "").split("\n")[0])
     it.add_argument("--json", action="store_true", help="print the findings as JSON")
     it.add_argument("--quick", action="store_true", help="start no ranks")
+    it.add_argument(
+        "--run", nargs="?", type=int, const=0, metavar="ID",
+        help="instead of this machine, look into a run: where its ranks are. ID: the process id of its launcher or of "
+        "any rank; every run without",
+    )  # fmt: skip
     options = it.parse_args(argv)
+    if options.run is not None:
+        return recorder.main(options.run or None)
     found = examine(trials=not options.quick)
     if options.json:
         print(json.dumps([finding.as_json() for finding in found], indent=1, default=str))
