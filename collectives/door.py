@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from collectives.channel import (
@@ -23,8 +23,9 @@ from collectives.channel import (
     own_version,
     wait_for,
 )
-from collectives.errors import CollectiveError, CollectiveTimeoutError
+from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from collectives.place import Place, SocketAddress
+from collectives.roll import LOOK, describe_end, ended
 from collectives.star import Star, passing_on
 
 _HANDSHAKE = 5.0  # seconds a stranger may take to prove that it is none
@@ -52,7 +53,7 @@ class Door:
                     if time.monotonic() >= self.deadline:
                         event = f"rank {self.place.rank} waited {self.place.timeout:g} s"
                         raise CollectiveTimeoutError(self._missing(event))
-                    for introduction, channel in self._arrivals(self.deadline):
+                    for introduction, channel in self._arrivals(min(self.deadline, time.monotonic() + LOOK)):
                         self._welcome(introduction, channel)
                     self._watch()
                 self._shut()
@@ -76,7 +77,9 @@ class Door:
 
     def _turn_away(self, error: CollectiveError) -> None:
         """Ranks that started a little later learn why there is nothing to wait for, as those here have."""
-        late = len(self.members) - 1 - len(self.star.channels)
+        late = len(self._absent())
+        if ended(self.place.address, self._absent()):
+            return  # they look at the roll themselves
         until = time.monotonic() + _LATE
         while late and self.listener.fileno() >= 0 and time.monotonic() < until:
             for _, channel in self._arrivals(until):
@@ -160,6 +163,10 @@ class Door:
         found = self.star.next(0.0) if self.star.channels else None
         if found:
             raise CollectiveTimeoutError(self._missing(f"rank {found[0]}'s deadline passed"))
+        _see_the_roll(self.place, self._absent())
+
+    def _absent(self) -> list[int]:
+        return [rank for rank in self.members if rank != self.place.rank and rank not in self.star.channels]
 
     def _missing(self, event: str) -> str:
         text = self.star.missing([self.place.rank, *self.star.channels], event)
@@ -182,6 +189,7 @@ def connect(place: Place, hub: int, family: socket.AddressFamily, address: Socke
     """A channel to the hub, tried again until the deadline."""
     pause, reason = 0.005, "nobody has answered there"
     while True:
+        _see_the_roll(place, range(place.size))
         connection = socket.socket(family, socket.SOCK_STREAM)
         try:
             connection.settimeout(max(0.001, min(_HANDSHAKE, deadline - time.monotonic())))
@@ -229,10 +237,19 @@ def _handshake(place: Place, connection: socket.socket, deadline: float) -> Intr
     visitor = Visitor(connection, introduce(place.secret, place.rank, place.size))
     until = min(deadline, time.monotonic() + _HANDSHAKE)
     with suppress(ClosedError):
-        while wait_for([connection], until):
-            if introduction := visitor.step():
+        while (now := time.monotonic()) < until:
+            if wait_for([connection], min(until, now + LOOK)) and (introduction := visitor.step()):
                 return introduction
+            _see_the_roll(place, range(place.size))
     return None
+
+
+def _see_the_roll(place: Place, ranks: Iterable[int]) -> None:
+    """Raise PeerLostError if one of these ranks has ended; only a launcher knows that of one that has never come."""
+    gone = ended(place.address, ranks)
+    if gone:
+        told = "; ".join(f"rank {rank} {describe_end(status)}" for rank, status in gone.items())
+        raise PeerLostError(f"{told}, before all {place.size} ranks had met")
 
 
 def listen(family: socket.AddressFamily, address: SocketAddress, name: str) -> socket.socket:

@@ -17,6 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from collectives.inherit import bequest, inherited
+
+VARIABLE = "MGPU_REPORT"
 
 
 class RankTraceback(Exception):
@@ -82,7 +85,7 @@ class Reports:
     @property
     def variables(self) -> dict[str, str]:
         """For the ranks' environment."""
-        return {"MGPU_REPORT": f"{self.writer}:{os.fstat(self.writer).st_ino}"}
+        return bequest(VARIABLE, self.writer)
 
     def read(self) -> None:
         """Take in what has come."""
@@ -105,13 +108,8 @@ class Reports:
 
 def report_failures() -> None:
     """In a rank of `mgpu run`, tell it the exception that ends this process, if one does. Called by `init`."""
-    descriptor, _, inode = os.environ.pop("MGPU_REPORT", "").partition(":")
-    try:
-        pipe = int(descriptor)
-        if os.fstat(pipe).st_ino != int(inode):  # a process between has closed the pipe and used its number again
-            return
-        os.set_inheritable(pipe, False)
-    except (ValueError, OSError):
+    pipe = inherited(VARIABLE)
+    if pipe is None:
         return
     rank, previous = int(os.environ["MGPU_RANK"]), sys.excepthook
 

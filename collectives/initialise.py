@@ -10,6 +10,7 @@ from collectives import cgroup, environment, recorder, threads
 from collectives.backends.checked import Checked
 from collectives.backends.shm import Shm
 from collectives.communicator import Communicator
+from collectives.failure import report_failures
 from collectives.host import Host
 from collectives.rendezvous import Meeting, meet
 
@@ -38,11 +39,15 @@ def init(
     simulator, on the same memory, for tests (`spawn(..., backend="sim")` sets it up); ImportError where Numba does not
     simulate.
 
-    Raises ValueError for a wrong argument or environment, CollectiveTimeoutError naming who did not come, PeerLostError
-    naming a rank that died meanwhile, MemoryError where the host has too little.
+    Raises ValueError for a wrong argument or environment, CollectiveTimeoutError naming who came and who did not,
+    PeerLostError naming a rank that died meanwhile, MemoryError where the host has too little. Under `mgpu run` and
+    `spawn` a rank's death is seen at once from its first moment on. Other launchers, and whoever gives rank, size and
+    address, cannot be asked about a rank that has not come yet: what is seen at once there is the death of rank 0, and
+    of every rank, once it has come; for one that dies before that, the deadline is the answer.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; there are {', '.join(BACKENDS)}")
+    report_failures()
     engine_class = _engine_class(backend)
     meeting = meet(environment.place(rank, size, address, timeout=timeout))
     with ExitStack() as undo:

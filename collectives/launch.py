@@ -13,12 +13,13 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from collectives import threads
 from collectives.errors import CollectiveError, PeerLostError
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _FOREVER = float("inf")
+# A rank opens the job anew, to read it from its beginning whatever others have read.
 _BOOT = (
-    "import sys; from multiprocessing.connection import Connection; connection = Connection({descriptor}); "
-    "sys.path[:] = connection.recv(); from collectives.launch import _child; _child(connection, {parent})"
+    "import os, pickle, sys; job = open('/proc/self/fd/{job}', 'rb'); os.close({job}); sys.path[:] = pickle.load(job); "
+    "from collectives.launch import _child; _child(job, {descriptor}, {parent})"
 )
 _importing_main = False
 
@@ -47,6 +49,9 @@ def spawn(
     `init`; "sim" sets NUMBA_ENABLE_CUDASIM=1 in the ranks. Each rank's thread pools get its share of the processors,
     where the environment does not say otherwise.
 
+    Ctrl-C reaches the ranks too, which have a few seconds to end before this process does; so do SIGTERM and SIGHUP, in
+    the main thread of a process that has no handlers of its own for them. A second one kills the ranks.
+
     If ranks fail, the others are stopped after a few seconds, and the first failure that is not another's echo is
     raised: the rank's own exception with its traceback as the cause, or PeerLostError naming the signal that killed it.
     """
@@ -56,15 +61,15 @@ def spawn(
         )
     if nprocs < 1:
         raise ValueError(f"nprocs={nprocs}; expected 1 or more")
-    job = _pack(fn, args, backend, timeout)
+    packed = _pack(fn, args, backend, timeout)
     with ExitStack() as stack:
+        job = stack.enter_context(open(os.memfd_create("job"), "wb"))
+        job.write(packed)
+        job.flush()
+        stack.enter_context(_dying_cleanly())
         ranks = Ranks(nprocs)
         stack.callback(ranks.close)
-        connections = [stack.enter_context(_start(ranks, backend)) for _ in range(nprocs)]
-        for connection in connections:
-            with suppress(BrokenPipeError, ConnectionResetError):  # it has died: seen below
-                connection.send(sys.path)
-                connection.send_bytes(job)
+        connections = [stack.enter_context(_start(ranks, job.fileno(), backend)) for _ in range(nprocs)]
         try:
             return _outcomes(ranks, connections)
         except KeyboardInterrupt:
@@ -73,7 +78,8 @@ def spawn(
 
 
 def _pack(fn: Callable[..., Any], args: Sequence[Any], backend: str, timeout: float) -> bytes:
-    """Everything a rank needs; and the main module's place only where fn or args refer to it."""
+    """Everything a rank needs, with what it needs to read that before it; and the main module's place only where fn or
+    args refer to it."""
     from multiprocessing.spawn import get_preparation_data
 
     try:
@@ -94,21 +100,21 @@ def _pack(fn: Callable[..., Any], args: Sequence[Any], backend: str, timeout: fl
         main = {name: value for name, value in main.items() if name not in ("authkey", "start_method")}
     module = sys.modules.get(getattr(fn, "__module__", ""))
     place = (module.__name__, module.__file__) if module and getattr(module, "__file__", None) else None
-    return pickle.dumps((main, place, work, backend, timeout))
+    return pickle.dumps(sys.path) + pickle.dumps((main, place, work, backend, timeout))
 
 
-def _start(ranks: Ranks, backend: str) -> Connection:
+def _start(ranks: Ranks, job: int, backend: str) -> Connection:
     from multiprocessing import Pipe
     from multiprocessing.spawn import get_executable
 
     ours, theirs = Pipe()
     try:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        code = _BOOT.format(descriptor=theirs.fileno(), parent=os.getpid())
+        code = _BOOT.format(job=job, descriptor=theirs.fileno(), parent=os.getpid())
         ranks.start(
             [os.fsdecode(get_executable()), *flags, "-c", code],
             {"NUMBA_ENABLE_CUDASIM": "1"} if backend == "sim" else {},
-            pass_fds=[theirs.fileno()],
+            pass_fds=[job, theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
     except BaseException:
@@ -167,13 +173,16 @@ def _explain(root: Failure, failures: dict[int, Failure], ranks: Ranks) -> RankT
     return RankTraceback("\n".join(lines))
 
 
-def _child(connection: Connection, parent: int) -> None:
+def _child(job: BinaryIO, descriptor: int, parent: int) -> None:
     """What a rank that was spawned does: it sends back the result, in a tuple, or the failure."""
+    from multiprocessing.connection import Connection
+
     die_with(parent)()
     comm = None
-    with connection, suppress(BrokenPipeError, ConnectionResetError):  # then nobody is there any more
+    with Connection(descriptor) as connection, suppress(BrokenPipeError, ConnectionResetError):  # nobody is there
         try:
-            main, place, work, backend, timeout = pickle.loads(connection.recv_bytes())
+            with job:
+                main, place, work, backend, timeout = pickle.load(job)
             fn, args = _unpack(main, place, work)
             from collectives import init
 
@@ -300,6 +309,32 @@ def _watch(ranks: Ranks, reports: Reports, output: PrefixedOutput, received: lis
         if failed and not received:
             deadline = min(deadline, time.monotonic() + GRACE)
     return failed
+
+
+class _Asked(BaseException):
+    """A signal has asked this process to end."""
+
+
+@contextmanager
+def _dying_cleanly() -> Iterator[None]:
+    """Where SIGTERM or SIGHUP would end this process at once, and its ranks with it: let those stop before."""
+    asked: list[int] = []
+
+    def ask(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+        raise _Asked
+
+    numbers = [signal.SIGTERM, signal.SIGHUP] if threading.current_thread() is threading.main_thread() else []
+    numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, ask)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+        if asked:
+            os.kill(os.getpid(), asked[0])
 
 
 @contextmanager

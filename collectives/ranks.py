@@ -17,8 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from collectives import threads
+from collectives import failure, threads
 from collectives.channel import wait_for
+from collectives.roll import Roll, describe_end
 
 GRACE = 5.0  # seconds that ranks have to end by themselves after one has failed, and again after SIGTERM
 _SWEEP = 1.0  # seconds for what ranks have started to end after them
@@ -37,20 +38,7 @@ class Rank:
 
     def describe(self) -> str:
         """How it ended."""
-        if self.status is None:
-            return f"rank {self.number} is running"
-        if self.status >= 0:
-            return f"rank {self.number} ended with exit code {self.status}"
-        try:
-            name = signal.Signals(-self.status).name
-        except ValueError:
-            name = f"signal {-self.status}"
-        hint = ""
-        if self.status == -signal.SIGKILL:
-            hint = " (by somebody, or by the kernel for lack of memory: see dmesg)"
-        elif self.status in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGFPE, -signal.SIGABRT):
-            hint = " (PYTHONFAULTHANDLER=1 shows where)"
-        return f"rank {self.number} was killed by {name}{hint}"
+        return f"rank {self.number} {'is running' if self.status is None else describe_end(self.status)}"
 
 
 class Ranks:
@@ -61,21 +49,26 @@ class Ranks:
         self.size = size
         self.all: list[Rank] = []
         self._pins = threads.pins(size) if pin else None
-        self._environ = {name: value for name, value in os.environ.items() if name != "MGPU_REPORT"}
+        self._environ = {name: value for name, value in os.environ.items() if name != failure.VARIABLE}
         if threads_each is not None:
             self._environ.update(dict.fromkeys(threads.VARIABLES, str(threads_each)))
         self._environ.update(threads.variables(threads.here(size), self._environ))
         run = secrets.token_hex(8)
+        address = f"unix:mgpu {run}"
+        self._roll = Roll(address, size)
         self._environ.update(
+            self._roll.variables,
             MGPU_SIZE=str(size),
             MGPU_LOCAL_SIZE=str(size),
-            MGPU_ADDRESS=f"unix:mgpu {run}",
+            MGPU_ADDRESS=address,
             MGPU_SECRET=secrets.token_hex(32),
             MGPU_RUN=run,
         )
 
-    def start(self, command: Sequence[str], environ: dict[str, str], **options: Any) -> None:
-        """Start the next rank; `options` are subprocess.Popen's."""
+    def start(
+        self, command: Sequence[str], environ: dict[str, str], pass_fds: Sequence[int] = (), **options: Any
+    ) -> None:
+        """Start the next rank; `pass_fds` and `options` are subprocess.Popen's."""
         number = len(self.all)
         before = os.sched_getaffinity(0)
         if self._pins:
@@ -87,6 +80,7 @@ class Ranks:
                 command,
                 env={**self._environ, "MGPU_RANK": str(number), "MGPU_LOCAL_RANK": str(number), **environ},
                 start_new_session=True,
+                pass_fds=[*pass_fds, self._roll.reader],
                 **options,
             )
         finally:
@@ -141,6 +135,7 @@ class Ranks:
                 if rank.pidfd is not None:
                     os.close(rank.pidfd)
             self.all = []
+            self._roll.close()
 
     def _wait_for_all(self) -> None:
         deadline = time.monotonic() + GRACE
@@ -157,6 +152,8 @@ class Ranks:
             else:
                 if result:
                     rank.status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+            if rank.status is not None:
+                self._roll.note(rank.number, rank.status)
         return rank.status is not None
 
     def _sweep(self) -> None:

@@ -588,6 +588,7 @@ report(rank, kind, f"left {{left}}: {{text}}")
 
 @pytest.mark.parametrize("where", ["meet", "memory", "descriptors", "scratch", "call"])
 def test_a_death_while_ranks_find_each_other(where: str, tmp_path: Path) -> None:
+    """Without a launcher nobody knows a rank that has not come: there the deadline is the answer."""
     script = STARTING.format(
         folder=str(Path(__file__).parent),
         where=where,
@@ -603,7 +604,7 @@ def test_a_death_while_ranks_find_each_other(where: str, tmp_path: Path) -> None
         for rank in ranks:
             rank.kill()
             rank.wait()
-    found = {int(path.stem): Outcome(*json.loads(path.read_text())) for path in tmp_path.glob("*.json")}
+    found = written(tmp_path)
     assert sorted(found) == [0, 2]
     for outcome in found.values():
         assert outcome.kind == ("CollectiveTimeoutError" if where == "meet" else "PeerLostError"), outcome
@@ -611,6 +612,97 @@ def test_a_death_while_ranks_find_each_other(where: str, tmp_path: Path) -> None
         assert outcome.text.startswith("left (0, 0)"), outcome
         assert outcome.seconds < SOON
     print("survivors raised after", *(f"{outcome.seconds:.2f} s" for outcome in found.values()))
+
+
+# A rank of this script, which a launcher starts, is gone before it has said a word to the others.
+UNHEARD = """
+import sys
+sys.path.append({folder!r})
+from survivors import die, report
+import os, time
+rank, dead, moment = int(os.environ["MGPU_RANK"]), {dead}, {moment!r}
+if rank == dead:
+    if moment == "late":
+        time.sleep(1.0)  # the others wait for it already
+    if moment == "exits":
+        from survivors import now_it_happens
+        now_it_happens()
+        sys.exit(0)
+    if moment == "import":
+        sys.modules["numpy"] = None  # its import raises
+        import atexit
+        atexit.register(die)
+    elif moment != "connected":
+        die()
+    from collectives import rendezvous
+    rendezvous.Star.welcome = lambda *_: die()
+import collectives
+kind = text = ""
+try:
+    collectives.init(timeout=60)
+except collectives.CollectiveError as error:
+    kind, text = type(error).__name__, str(error)
+    raise
+finally:
+    if rank != dead:
+        report(rank, kind, text)
+"""
+
+
+def starts(comm: Communicator, dead: int) -> None:
+    """Never called."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "dead"), [("at once", 0), ("at once", 1), ("late", 1), ("import", 0), ("connected", 0), ("exits", 1)]
+)
+def test_a_launcher_knows_of_ranks_that_were_never_heard_of(moment: str, dead: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNHEARD.format(folder=str(Path(__file__).parent), dead=dead, moment=moment))
+    code = "import sys; from collectives.launch import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "-n", "3", str(script)]
+    environ = {**os.environ, "SURVIVORS": str(tmp_path)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    found = written(tmp_path)
+    lost(found, 3, dead)
+    if moment != "connected":
+        end = "ended with exit code 0" if moment == "exits" else "was killed by SIGKILL"
+        for outcome in found.values():
+            assert f"rank {dead} {end}" in outcome.text
+            assert "before all 3 ranks had met" in outcome.text
+    # What is reported is the death, and not what the others say of it; or that, where there is no death to report.
+    said = f"mgpu run: rank {dead} was killed by SIGKILL" if moment != "exits" else "mgpu run: rank "
+    assert said in done.stderr
+    assert done.returncode == (1 if moment == "exits" else 128 + signal.SIGKILL)
+
+
+def dies_when_it_is_unpacked(_: object) -> object:
+    if os.environ.get("MGPU_RANK") == "1":
+        die()
+    return None
+
+
+class DiesWhenUnpacked:
+    def __reduce__(self) -> Any:
+        return dies_when_it_is_unpacked, (None,)
+
+
+def test_spawn_knows_them_too(tmp_path: Path) -> None:
+    os.environ["SURVIVORS"] = str(tmp_path)  # which ranks inherit
+    try:
+        with pytest.raises(PeerLostError, match="rank 1 was killed by SIGKILL") as caught:
+            collectives.spawn(starts, 3, (DiesWhenUnpacked(),), timeout=60)
+    finally:
+        del os.environ["SURVIVORS"]
+    story = str(caught.value.__cause__)
+    for rank in (0, 2):
+        assert f"rank {rank}: PeerLostError: rank 1 was killed by SIGKILL" in story
+    assert time.monotonic() - float((tmp_path / "moment").read_text()) < SOON
+
+
+def written(folder: Path) -> dict[int, Outcome]:
+    """What the ranks have reported."""
+    return {int(path.stem): Outcome(*json.loads(path.read_text())) for path in folder.glob("*.json")}
 
 
 def survives(comm: Communicator, address: str) -> str:

@@ -184,7 +184,7 @@ def test_a_module_that_no_import_finds_is_loaded_from_its_file(name, tmp_path, m
 
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from collectives import spawn
 
 def say(*words):  # a line at once, even with PYTHONUNBUFFERED
@@ -227,6 +227,49 @@ def test_a_function_typed_at_a_prompt():
     code = "from collectives import spawn\ndef f(comm): pass\nspawn(f, 2)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "put it in a file" in done.stderr
+
+
+INTERRUPTED = """
+def keep(comm, folder, number):
+    stopped = []
+    signal.signal(number, lambda *_: stopped.append(1))
+    say(os.getpid())
+    while not stopped:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    open(f"{folder}/checkpoint {comm.rank}", "w").write("kept")
+
+if __name__ == "__main__":
+    spawn(keep, 2, (sys.argv[1], int(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_parent_lets_its_ranks_save_what_they_have(tmp_path, number):
+    command = [*script(tmp_path, INTERRUPTED), str(tmp_path), str(int(number))]
+    with started(command, stderr=subprocess.PIPE) as parent:
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.send_signal(number)
+        parent.communicate(timeout=30)
+        assert all(gone(pid) for pid in pids)
+    assert [(tmp_path / f"checkpoint {rank}").read_text() for rank in range(2)] == ["kept"] * 2
+    assert parent.returncode == -number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_to_the_parent_kills(tmp_path, number):
+    deaf = "def wait(comm):\n    signal.signal(int(sys.argv[1]), signal.SIG_IGN)\n    say(os.getpid())\n    time.sleep(60)\n"
+    command = script(tmp_path, deaf + 'if __name__ == "__main__":\n    spawn(wait, 2)\n')
+    with started([*command, str(int(number))], stderr=subprocess.PIPE) as parent:
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.send_signal(number)
+        time.sleep(0.5)
+        since = time.monotonic()
+        parent.send_signal(number)
+        parent.communicate(timeout=30)
+        assert all(gone(pid) for pid in pids)
+    assert parent.returncode == -number
+    print(f"killed after {time.monotonic() - since:.2f} s")  # and not after the {ranks.GRACE:g} s of a first one
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
