@@ -49,8 +49,8 @@ def spawn(
     `init`; "sim" sets NUMBA_ENABLE_CUDASIM=1 in the ranks. Each rank's thread pools get its share of the processors,
     where the environment does not say otherwise.
 
-    Ctrl-C reaches the ranks too, which have a few seconds to end before this process does; so do SIGTERM and SIGHUP, in
-    the main thread of a process that has no handlers of its own for them. A second one kills the ranks.
+    Ctrl-C reaches the ranks too, which have a few seconds to end before this process does. So do SIGTERM and SIGHUP, as
+    SIGTERM, in the main thread of a process that has no handlers of its own for them. A second one kills the ranks.
 
     If ranks fail, the others are stopped after a few seconds, and the first failure that is not another's echo is
     raised: the rank's own exception with its traceback as the cause, or PeerLostError naming the signal that killed it.

@@ -2,8 +2,9 @@
 with a credit per slot, so a send returns as soon as its data is in the slots and a large one goes on as they are
 emptied.
 
-A message is a header (tag, dtype, count) and its data. The receiver takes messages in the order in which they were
-sent; those with a tag that it does not ask for are put aside, so any order of receiving is right.
+A message is a header (tag, dtype, count), which takes one slot, and its data, which takes as many as it fills. The
+receiver takes messages in the order in which they were sent; those with a tag that it does not ask for are put aside,
+so any order of receiving is right.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 SLOTS = 8
 SLOT_BYTES = 64 << 10
 JOBS = 256  # kinds of messages whose jobs are kept, for each stream
-EAGER_BYTES = (SLOTS - 1) * SLOT_BYTES  # a message of so many bytes is sent without waiting for its receiver
+EAGER_BYTES = (SLOTS - 1) * SLOT_BYTES  # what the slots hold beside a header
 _SPIN_ONLY = (64, -1)  # patience of one who has other messages to turn to
 _HEADER = find("int64")
 _HEADER_WORDS = 4  # number, tag, dtype, count
@@ -75,19 +76,21 @@ class Streams:
                 self._from_self(array, tag)
             else:
                 work.setdefault((peer, False), deque()).append(self._end(peer, False).receive(array, tag))
-        patience = self._shm.patience if len(work) == 1 else _SPIN_ONLY
         for peer, sending in work:
-            self._end(peer, sending).be_patient(patience)
-        self._turn(list(work.values()))
+            self._end(peer, sending).be_patient(_SPIN_ONLY)
+        self._turn(work)
 
-    def _turn(self, queues: list[deque[Iterator[Waiting]]]) -> None:
+    def _turn(self, work: dict[tuple[int, bool], deque[Iterator[Waiting]]]) -> None:
         """Advance the first message of every stream in turn until all are done."""
-        alone = len(queues) == 1
         rounds = 0
+        alone = False  # whether one stream is left: its end then waits by itself, and nothing else goes on meanwhile
         with Watch(self._shm, lambda: "a send or recv") as watch:
-            while queues:
+            while work:
+                if not alone and len(work) == 1:
+                    alone = True
+                    self._end(*next(iter(work))).be_patient(self._shm.patience)
                 blocked: list[Waiting] = []
-                for queue in list(queues):
+                for stream, queue in list(work.items()):
                     waiting = next(queue[0], None)
                     if waiting is not None:
                         blocked.append(waiting)
@@ -95,11 +98,11 @@ class Streams:
                     rounds = 0
                     queue.popleft()
                     if not queue:
-                        queues.remove(queue)
+                        del work[stream]
                 rounds += 1
-                if len(queues) > 1 and rounds > 20:  # let others have the core, then sleep
+                if len(work) > 1 and rounds > 20:  # let others have the core, then sleep
                     os.sched_yield() if rounds < 200 else time.sleep(0.0002)
-                if blocked and (len(queues) == 1 or rounds % 250 == 0):
+                if blocked and (alone or rounds % 250 == 0):
                     peers = sorted({waiting.peer for waiting in blocked})
                     stuck = blocked[0] if alone and not self._shm.busy else None
                     watch.look(peers, partial(self._shm.history, peers), stuck)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,8 @@ class Watch:
                     flush=True,
                 )
         if waited > shm.timeout:
-            raise CollectiveTimeoutError(f"{self._what()} did not finish in {waited:.1f} s: {arrivals()}")
+            told = "; ".join([arrivals(), *self._stopped()])
+            raise CollectiveTimeoutError(f"{self._what()} did not finish in {waited:.1f} s: {told}")
 
     def _tells(self, peers: Sequence[int], waiting: Waiting | None) -> bool:
         """Whether it is for this rank to say so: of those who wait in a collective, the lowest does."""
@@ -102,3 +104,12 @@ class Watch:
             return f"rank {rank} closed its communicator after call {region.calls_ended}"
         peer = self._shm.host.meeting.peers[self._shm.members[rank]]
         return f"rank {rank} (process {peer.pid}) has died after call {region.calls_ended}"
+
+    def _stopped(self) -> Iterator[str]:
+        """Who is late since its process is stopped, whether or not this rank waits for that one."""
+        for rank, member in enumerate(self._shm.members):
+            peer = self._shm.host.meeting.peers[member]
+            if peer.pidfd is not None:  # then the id is one of this namespace
+                with suppress(OSError), open(f"/proc/{peer.pid}/stat") as file:
+                    if file.read().rpartition(")")[2].split()[0] in "Tt":
+                        yield f"rank {rank} (process {peer.pid}) is stopped, by SIGSTOP or a debugger"

@@ -27,6 +27,7 @@ class Backend(ABC):
     name: str
     rank: int
     size: int
+    eager_bytes: int = 0  # see `Communicator.eager_bytes`
 
     @abstractmethod
     def run(self, call: Call, source: Any, target: Any) -> None:

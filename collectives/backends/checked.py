@@ -32,6 +32,7 @@ class Checked(Backend):
     def __init__(self, inner: Backend) -> None:
         self._inner = inner
         self.name, self.rank, self.size = inner.name, inner.rank, inner.size
+        self.eager_bytes = inner.eager_bytes
 
     def run(self, call: Call, source: Any, target: Any) -> None:
         brought = _holds_nan(call, source if _is_read(call, self.rank) else None)

@@ -31,7 +31,7 @@ from collectives.memory import Heap
 from collectives.progress import Progress, Queued
 from collectives.region import CLOSED, FAILED, Member, Region, region_bytes
 from collectives.signals import Signals
-from collectives.stream import Streams
+from collectives.stream import EAGER_BYTES, Streams
 from collectives.watch import Watch
 from kernels import native
 from kernels.dtypes import find
@@ -50,6 +50,7 @@ class Shm(Backend):
 
     name = "shm"
     load: Callable[[str], native.Native] = staticmethod(native.load)  # where the executor and its reductions come from
+    eager_bytes = EAGER_BYTES
 
     def __init__(
         self, host: Host, members: Sequence[int], arena: int, timeout: float, path: tuple[int, ...] = ()

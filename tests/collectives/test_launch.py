@@ -246,7 +246,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_parent_lets_its_ranks_save_what_they_have(tmp_path, number):
-    command = [*script(tmp_path, INTERRUPTED), str(tmp_path), str(int(number))]
+    heard = signal.SIGTERM if number == signal.SIGHUP else number
+    command = [*script(tmp_path, INTERRUPTED), str(tmp_path), str(int(heard))]
     with started(command, stderr=subprocess.PIPE) as parent:
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         parent.send_signal(number)
@@ -256,10 +257,20 @@ def test_a_signal_to_the_parent_lets_its_ranks_save_what_they_have(tmp_path, num
     assert parent.returncode == -number
 
 
+DEAF = """
+def sleep(comm, number):
+    signal.signal(number, signal.SIG_IGN)
+    say(os.getpid())
+    time.sleep(60)
+
+if __name__ == "__main__":
+    spawn(sleep, 2, (int(sys.argv[1]),))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_to_the_parent_kills(tmp_path, number):
-    deaf = "def wait(comm):\n    signal.signal(int(sys.argv[1]), signal.SIG_IGN)\n    say(os.getpid())\n    time.sleep(60)\n"
-    command = script(tmp_path, deaf + 'if __name__ == "__main__":\n    spawn(wait, 2)\n')
+    command = script(tmp_path, DEAF)
     with started([*command, str(int(number))], stderr=subprocess.PIPE) as parent:
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         parent.send_signal(number)

@@ -113,24 +113,39 @@ def test_tags_out_of_order() -> None:
     assert collectives.spawn(with_tags, 2)[1] == [2.0**40, 0.0, 5.0, 3.0, 5.0, -1.0, 55.0]
 
 
-def eagerly(comm: Communicator) -> tuple[float, float]:
-    """Up to the limit a send does not wait for its receiver, above it does."""
-    seconds = []
-    for nbytes in (EAGER_BYTES, EAGER_BYTES + SLOT_BYTES + 1):
-        comm.barrier()
-        began = time.monotonic()
-        if comm.rank == 0:
-            comm.send(np.zeros(nbytes, np.uint8), 1)
-            seconds.append(time.monotonic() - began)
-        else:
-            time.sleep(0.5)
-            comm.recv(np.empty(nbytes, np.uint8), 0)
-    return tuple(seconds)  # type: ignore[return-value]
+def eagerly(comm: Communicator, sizes: list[int]) -> str:
+    """Rank 1 receives only after rank 0 has said that it has sent: if a send waits, both wait, and are told."""
+    with comm.split(0) as child:  # type: ignore[union-attr]
+        try:
+            if child.rank == 0:
+                for nbytes in sizes:
+                    child.send(np.full(nbytes, nbytes % 251, np.uint8), 1)
+                child.signal(1)
+            else:
+                child.wait_signal(0)
+                for nbytes in sizes:
+                    out = child.recv(np.empty(nbytes, np.uint8), 0)
+                    assert (out == nbytes % 251).all()
+        except CollectiveMismatchError as error:
+            return str(error)
+    return ""
+
+
+def the_eager_limit(comm: Communicator) -> list[Any]:
+    assert comm.eager_bytes == 448 << 10
+    slot, most = 64 << 10, comm.eager_bytes
+    within = [[], [0] * 8, [most], [most - slot, 0], [1] * 4, [slot] * 4, [2 * slot, 4 * slot], [0, 1, 5, slot, 0]]
+    beyond = [[0] * 9, [most + 1], [most - slot + 1, 0], [1] * 4 + [0], [slot + 1] * 3, [most, 0]]
+    return [[eagerly(comm, sizes) for sizes in case] for case in (within, beyond)]
 
 
 def test_the_eager_limit() -> None:
-    small, large = collectives.spawn(eagerly, 2)[0]
-    assert small < 0.4 < large
+    """It is exact, in bytes: 512 KiB for a receiver's unreceived messages, of which each header takes 64."""
+    for within, beyond in collectives.spawn(the_eager_limit, 2):
+        assert within == [""] * len(within)
+        assert all("rank 0 is in a send to rank 1, rank 1 is in a wait_signal from rank 0" in told
+                   or "rank 1 is in a wait_signal from rank 0, rank 0 is in a send to rank 1" in told
+                   for told in beyond), beyond  # fmt: skip
 
 
 def many_unreceived(comm: Communicator) -> bool:
@@ -272,7 +287,13 @@ def test_messages_unlike_what_is_expected(what: str) -> None:
 # Ranks that block each other
 
 
-CIRCLES = ("sends", "receives", "a receive and a collective", "a send and a collective")
+CIRCLES = (
+    "sends",
+    "the last sends of groups",
+    "receives",
+    "a receive and a collective",
+    "a send and a collective",
+)
 
 
 def circle(comm: Communicator, kind: str) -> None:
@@ -280,6 +301,11 @@ def circle(comm: Communicator, kind: str) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if kind == "sends":
         comm.send(large, right)
+    elif kind == "the last sends of groups":
+        with comm.group():
+            comm.send(large, right)
+            comm.send(out, comm.rank)
+            comm.send(out, left, tag=1) if comm.size > 2 else None
     elif kind == "receives":
         comm.recv(out, left)
     elif kind == "a receive and a collective":
