@@ -1,91 +1,156 @@
-"""Ranks that are killed or stopped at random moments, while all start, meet, allocate, split, call, send, signal and
-close: the others say so, and nothing is left. By default a few; under `slow` hundreds, and then the time counts too."""
+"""Ranks that are killed or stopped at random moments, from their start on, while all meet, allocate, compile, split,
+call, send, signal, close and meet again: the others say so, and nothing is left. A few by default; under `slow`
+hundreds, and then the time counts too."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
 import pytest
-from survivors import Outcome, now_it_happens, report
+from survivors import Outcome, now_it_happens
 
-import collectives
-from collectives import Communicator, launch, ranks
-from collectives.errors import CollectiveError
+from collectives import launch, ranks
 
 pytestmark = pytest.mark.usefixtures("nothing_shared_left")
 PROMISED = 2.0  # seconds from a death, or from a deadline, until everybody has raised
 DEADLINE = 3.0  # of the calls of ranks that wait for one that is stopped
-DTYPES = ("float32", "float64", "int32", "bfloat16")
+PATIENCE = 60.0  # of those that wait for one that is killed: never used up
 
 
-def busy(comm: Communicator, seed: int) -> None:
-    """Everything that ranks do together, in an order that is drawn at random and agreed, and never ends."""
+class Event(NamedTuple):
+    """What a signal to one of several ranks came to."""
+
+    seed: int
+    size: int
+    victim: int
+    pid: int
+    code: int
+    outcomes: dict[int, Outcome]
+
+    def check(self, kind: str) -> float:
+        """All others have raised an error of this kind that names the victim; after how many seconds."""
+        assert sorted(self.outcomes) == [rank for rank in range(self.size) if rank != self.victim], self
+        for outcome in self.outcomes.values():
+            assert outcome.kind == kind, self
+            assert re.search(rf"\bprocess {self.pid}\b|\brank {self.victim}\b", outcome.text), self
+        return max(outcome.seconds for outcome in self.outcomes.values())
+
+
+def happens(number: int, seed: int, folder: Path, within: float = 2.5) -> Event:
+    """Start ranks as `mgpu run` does, and send a random one this signal at a random moment."""
     draw = random.Random(seed)
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    symmetric = comm.zeros(1000)
-    while True:
-        what = draw.choice(WHAT)
-        n = draw.choice([0, 1, 100, 10_000, 300_000])
-        dtype = np.dtype(draw.choice(DTYPES)) if what in ("all_reduce", "asynchronous") else np.dtype(np.float64)
-        x = np.ones(n, dtype)
-        root = draw.randrange(comm.size)
-        if what == "all_reduce":
-            comm.all_reduce(x, draw.choice(["sum", "max", "avg"]), out=x)
-        elif what == "rooted":
-            comm.broadcast(x, root=root)
-            comm.reduce(x, root=root)
-            comm.gather(x, root=root)
-        elif what == "gathering":
-            comm.all_gather(x)
-            comm.all_to_all(np.ones((comm.size, 3)))
-            comm.barrier()
-        elif what == "symmetric":
-            symmetric = comm.empty(1 + n // 10)
-            comm.all_reduce(symmetric, "max", out=symmetric)
-        elif what == "asynchronous":
-            for work in [comm.all_reduce(x, async_op=True) for _ in range(3)]:
-                work.wait()
-        elif what == "message":
-            comm.sendrecv(x, right, np.empty_like(x), left)
-        elif what == "group":
-            with comm.group():
-                for peer in range(comm.size):
-                    comm.send(x, peer)
-                    comm.recv(np.empty_like(x), peer)
-        elif what == "one-sided":
-            comm.put(np.ones(symmetric.size, symmetric.dtype), symmetric, right)
-            comm.signal(right)
-            comm.wait_signal(left)
-        elif what == "split":
-            with comm.split(0, key=draw.randrange(3) * comm.rank) as child:  # type: ignore[union-attr]
-                child.all_reduce(child.zeros(10))
+    size = draw.choice([2, 3, 3, 4])
+    victim, moment = draw.randrange(size), within * draw.random()
+    folder.mkdir()
+    script = folder / "rank.py"
+    timeout = PATIENCE if number == signal.SIGKILL else DEADLINE
+    script.write_text(
+        f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import busy; busy.live({seed}, {timeout})"
+    )
+    os.environ["SURVIVORS"] = str(folder)  # by which we know our ranks
+    found: list[int] = []
 
+    def strike() -> None:
+        time.sleep(moment)
+        while not (pids := _processes(folder, victim)):
+            time.sleep(0.01)
+        found.append(pids[0])
+        now_it_happens()
+        os.kill(pids[0], number)
 
-WHAT = ("all_reduce", "rooted", "gathering", "symmetric", "asynchronous", "message", "group", "one-sided", "split")
-
-
-def comes_and_goes(comm: Communicator, folder: str, seed: int) -> None:
-    """A rank that works, leaves and comes again, until something happens; and what that was."""
-    os.environ["SURVIVORS"] = folder
-    draw = random.Random(seed)
-    pids = {rank: peer.pid for rank, peer in enumerate(comm._backend.host.meeting.peers)}  # type: ignore[attr-defined]
-    if comm.rank == 0:
-        Path(folder, "pids").write_text(json.dumps(pids))
+    thread = threading.Thread(target=strike)
+    thread.start()
     try:
-        while True:
-            with suppress(StopIteration), comm:
-                busy_for(comm, draw.randrange(1, 60), draw.random())
-            comm = collectives.init(timeout=comm._backend.timeout)  # type: ignore[attr-defined]
-    except CollectiveError as error:
-        report(int(os.environ["MGPU_RANK"]), type(error).__name__, str(error))
-        time.sleep(0.5)  # its end is not what the others shall see first
+        code = launch.main(["-n", str(size), str(script)])
+    finally:
+        thread.join()
+    assert not _processes(folder), "processes are left"
+    del os.environ["SURVIVORS"]
+    outcomes = {int(path.stem): Outcome(*json.loads(path.read_text())) for path in folder.glob("*.json")}
+    return Event(seed, size, victim, found[0], code, outcomes)
+
+
+def _processes(folder: Path, rank: int | None = None) -> list[int]:
+    """Processes that have inherited this folder's name; of one rank only, if it is given."""
+    wanted = {f"SURVIVORS={folder}".encode()} | ({f"MGPU_RANK={rank}".encode()} if rank is not None else set())
+    pids = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with suppress(OSError):
+                environ = Path("/proc", name, "environ").read_bytes().split(b"\0")
+                if wanted <= set(environ):
+                    pids.append(int(name))
+    return pids
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE", 2.0)
+    monkeypatch.setattr(ranks, "GRACE", 2.0)
+
+
+def kills(seeds: range, folder: Path, within: float = 2.5) -> list[float]:
+    seconds = []
+    for seed in seeds:
+        event = happens(signal.SIGKILL, seed, folder / str(seed), within)
+        assert event.code == 128 + signal.SIGKILL, event
+        seconds.append(event.check("PeerLostError"))
+    return seconds
+
+
+def stops(seeds: range, folder: Path) -> list[float]:
+    seconds = []
+    for seed in seeds:
+        event = happens(signal.SIGSTOP, seed, folder / str(seed))
+        assert event.code == 1, event  # of a rank that gave up
+        seconds.append(event.check("CollectiveTimeoutError"))
+    return seconds
+
+
+def told(what: str, seconds: list[float]) -> str:
+    median, most = sorted(seconds)[len(seconds) // 2], max(seconds)
+    return f"{len(seconds)} {what}: the last survivor raised after {median:.2f} s, at most {most:.2f}"
+
+
+def test_deaths(tmp_path: Path) -> None:
+    print(told("kills", kills(range(4), tmp_path)))
+
+
+def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
+    print(told("stops", stops(range(1), tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", range(8))
+def test_two_hundred_deaths(piece: int, tmp_path: Path) -> None:
+    seconds = kills(range(1000 + 25 * piece, 1025 + 25 * piece), tmp_path)
+    print(told("kills", seconds))
+    assert max(seconds) < PROMISED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", range(5))
+def test_fifty_stops(piece: int, tmp_path: Path) -> None:
+    seconds = stops(range(2000 + 10 * piece, 2010 + 10 * piece), tmp_path)
+    print(told("stops", seconds))
+    assert max(seconds) < DEADLINE + PROMISED
+
+
+@pytest.mark.slow
+def test_deaths_in_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing compiled before: rank 0 compiles, and the others wait for it."""
+    seconds = []
+    for seed in range(3000, 3008):
+        monkeypatch.setenv("MGPU_CACHE", str(tmp_path / f"cache {seed}"))
+        seconds += kills(range(seed, seed + 1), tmp_path, within=10.0)
+    print(told("kills", seconds))
+    assert max(seconds) < PROMISED
