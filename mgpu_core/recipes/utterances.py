@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mgpu_core import random
 from mgpu_core.data.recordings import RATE, TEST_TAKES, Recordings
-from mgpu_core.data.sound import log_mel, normalise, stack
+from mgpu_core.data.sound import BANDS, log_mel, normalise, stack
 
 SHORTEST, LONGEST = 3, 6  # digits
 GAPS = 0.0, 0.4  # seconds, at either end as well
@@ -110,8 +110,7 @@ def batch(samples: Sequence[tuple[NDArray[np.float32], NDArray[np.int64]]], dtyp
     """Features (N, T, D) padded with zeros, their lengths (N,), digits (N, S) padded, and theirs (N,)."""
     lengths = np.array([len(steps) for steps, _ in samples], np.int64)
     counts = np.array([len(digits) for _, digits in samples], np.int64)
-    width = samples[0][0].shape[1] if samples else 0
-    padded = np.zeros((len(samples), max(lengths, default=1), width), dtype)
+    padded = np.zeros((len(samples), max(lengths, default=1), STACKED * BANDS), dtype)
     labels = np.zeros((len(samples), max(counts, default=1)), np.int64)
     for i, (steps, digits) in enumerate(samples):
         padded[i, : len(steps)] = steps

@@ -27,13 +27,14 @@ def run(out, *options):
     return checkpoint.load(out / "checkpoint.safetensors")
 
 
-def test_it_trains_resumes_exactly_and_leaves_files_to_look_at(few, tmp_path, capsys):
+def test_it_trains_resumes_exactly_and_leaves_files_to_look_at(few, tmp_path, capsys, monkeypatch):
     whole, meta = run(tmp_path / "whole")
     said = capsys.readouterr().out
     assert "ResNet-20: " in said and "mirror image" in said and "test accuracy" in said
     for name in ("curves.png", "predictions.png", "confusion.png", "metrics.jsonl", "checkpoint.safetensors"):
         assert str(tmp_path / "whole" / name) in said and (tmp_path / "whole" / name).stat().st_size > 500
     assert metrics.read(tmp_path / "whole" / "metrics.jsonl")[-1]["test_loss"] > 0
+    monkeypatch.setattr(resnet, "show", lambda *_: None)  # pictures take longer than training
     run(tmp_path / "parts", "--steps", "2")
     parts, other = run(tmp_path / "parts", "--resume")
     assert meta["settings"] == other["settings"] and meta["settings"]["depth"] == 20

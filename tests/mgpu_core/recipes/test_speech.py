@@ -50,7 +50,7 @@ def wave_file(path, signal, rate=RATE):
     return str(path)
 
 
-def test_it_trains_resumes_exactly_leaves_files_and_transcribes(tmp_path, capsys):
+def test_it_trains_resumes_exactly_leaves_files_and_transcribes(tmp_path, capsys, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert run(whole) == 0
     said = capsys.readouterr().out
@@ -59,6 +59,7 @@ def test_it_trains_resumes_exactly_leaves_files_and_transcribes(tmp_path, capsys
         assert str(whole / name) in said and (whole / name).stat().st_size > 500
     assert {"digit_error_rate", "test_loss"} <= metrics.read(whole / "metrics.jsonl")[-1].keys()
 
+    monkeypatch.setattr(speech, "show", lambda *_: None)  # pictures take longer than training
     assert run(parts, "--steps", "2") == run(parts, "--resume") == 0
     for name, array in saved(whole)[0].items():
         np.testing.assert_array_equal(array, saved(parts)[0][name], err_msg=name)
@@ -83,7 +84,8 @@ def test_tones_are_learned(tmp_path, capsys):
     assert capsys.readouterr().out == "4 1 1 7\n"
 
 
-def test_each_speaker_is_held_out_in_turn(tmp_path, capsys):
+def test_each_speaker_is_held_out_in_turn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(speech, "show", lambda *_: None)
     assert run(tmp_path, "--hold-out", "each", "--epochs", "1") == 0
     said = capsys.readouterr().out
     table = said[said.index("not heard before") :]
