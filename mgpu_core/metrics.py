@@ -109,7 +109,8 @@ def draw_curves(
 
         result.plot(column(epochs, "samples"), column(epochs, score), "o-", color=orange)
         shown = "{:.1%}" if percent else "{:.3f}"
-        for x, y in zip(column(epochs, "samples"), column(epochs, score)):
+        some = epochs[:: -max(1, len(epochs) // 5)]  # the last one, and as many as can be read
+        for x, y in zip(column(some, "samples"), column(some, score)):
             result.annotate(shown.format(y), (x, y), (-4, 6), textcoords="offset points", ha="right", fontsize=9)
         result.margins(0.2, 0.2)
         result.set(title=score.replace("_", " ").capitalize())
