@@ -19,6 +19,7 @@ from mgpu_core.data.sound import BANDS, log_mel, normalise, stack
 
 SHORTEST, LONGEST = 3, 6  # digits
 GAPS = 0.0, 0.4  # seconds, at either end as well
+SPEEDS = 0.88, 1.12  # in training: more voices than there are (Ko et al., "Audio augmentation", 2015)
 STACKED = 3  # frames in one step of the network
 _UTTERANCE = 3  # the random stream's number
 
@@ -45,12 +46,14 @@ def split(recordings: Recordings, held_out: str | None) -> tuple[NDArray[np.int6
     return np.flatnonzero(~testing), np.flatnonzero(testing)
 
 
-def join(recordings: Recordings, chosen: NDArray[np.int64], rng: np.random.Generator) -> Utterance:
-    """One utterance of the chosen recordings, which are one speaker's."""
+def join(recordings: Recordings, chosen: NDArray[np.int64], rng: np.random.Generator, speed: float = 1.0) -> Utterance:
+    """One utterance of the chosen recordings, which are one speaker's, played at another speed, and so pitch."""
     pieces = [_gap(rng)]
     for i in chosen:
         loudness = 10 ** rng.uniform(-0.3, 0.3)  # within 6 dB
-        pieces += [loudness * recordings.waves[i] / 2**15, _gap(rng)]
+        wave = recordings.waves[i]
+        played = np.interp(np.arange(0, len(wave), speed), np.arange(len(wave)), wave)
+        pieces += [loudness * played / 2**15, _gap(rng)]
     signal = np.concatenate(pieces) * 10 ** rng.uniform(-0.5, 0.5)
     noise = 10 ** rng.uniform(-4, -2.5)
     signal += noise * rng.standard_normal(len(signal))
@@ -78,7 +81,8 @@ class TrainingUtterances:
 
     def make(self, rng: np.random.Generator) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         own = self.by_speaker[rng.integers(len(self.by_speaker))]
-        said = join(self.recordings, own[rng.integers(len(own), size=rng.integers(SHORTEST, LONGEST + 1))], rng)
+        chosen = own[rng.integers(len(own), size=rng.integers(SHORTEST, LONGEST + 1))]
+        said = join(self.recordings, chosen, rng, speed=rng.uniform(*SPEEDS))
         return mask(features(said.signal), rng), said.digits
 
 
