@@ -6,9 +6,11 @@ import json
 import os
 from contextlib import ExitStack
 
-from collectives import cgroup, environment, recorder, threads
+from collectives import cgroup, environment, recorder, threads, timeline
+from collectives.backends.base import Backend
 from collectives.backends.checked import Checked
 from collectives.backends.shm import Shm
+from collectives.backends.traced import Traced
 from collectives.communicator import Communicator
 from collectives.failure import report_failures
 from collectives.host import Host
@@ -32,8 +34,8 @@ def init(
     this and of every later call. Also gives this process's thread pools (BLAS, OpenMP, Numba) their share of the host's
     cores, unless OMP_NUM_THREADS is set.
 
-    MGPU_DEBUG_RESULTS=1 looks for NaN and for results that differ between ranks after every call (see
-    `collectives.backends.checked`).
+    MGPU_TIMELINE=FILE writes a timeline of all calls (see `collectives.timeline`). MGPU_DEBUG_RESULTS=1 looks for NaN
+    and for results that differ between ranks after every call (see `collectives.backends.checked`).
 
     backend: "shm", processes on one host that share memory; "auto" chooses it. "sim": the GPU's kernels, in Numba's
     simulator, on the same memory, for tests (`spawn(..., backend="sim")` sets it up); ImportError where Numba does not
@@ -59,7 +61,12 @@ def init(
         meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
         undo.pop_all()
     recorder.answer_signals()
-    return Communicator(Checked(engine) if os.environ.get("MGPU_DEBUG_RESULTS") == "1" else engine)
+    backend_: Backend = engine
+    if notes := timeline.begin(engine.rank):
+        backend_ = Traced(backend_, notes)
+    if os.environ.get("MGPU_DEBUG_RESULTS") == "1":
+        backend_ = Checked(backend_)
+    return Communicator(backend_)
 
 
 def _engine_class(backend: str) -> type[Shm]:

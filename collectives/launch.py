@@ -239,11 +239,13 @@ def main(argv: Sequence[str]) -> int:
         output = PrefixedOutput()
         stream = subprocess.PIPE if options.prefix else None
         # Without buffers a line leaves in pieces, and those of several ranks would mix where they share one output.
-        buffering = {"PYTHONUNBUFFERED": "1"} if options.prefix else {}
+        extra = {"PYTHONUNBUFFERED": "1"} if options.prefix else {}
+        if options.timeline:
+            extra["MGPU_TIMELINE"] = options.timeline
         for number in range(size):
             ranks.start(
                 command,
-                {**reports.variables, **buffering},
+                {**reports.variables, **extra},
                 stdin=None if number == 0 else subprocess.DEVNULL,  # as with mpirun
                 stdout=stream,
                 stderr=stream,
@@ -277,7 +279,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mgpu run",
-        usage="mgpu run [-n N] [--threads K] [--pin] [--prefix] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
+        usage="mgpu run [-n N] [--threads K] [--pin] [--prefix] [--timeline FILE] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
         description="Start a Python script or module in N ranks on this host. When one fails, the others have "
         f"{GRACE:g} seconds to end, and its exit code is the command's. Ctrl-C reaches every rank; a second one kills.",
     )
@@ -285,6 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=_count, metavar="K", help="threads in each rank's pools (default: its share)")
     parser.add_argument("--pin", action="store_true", help="keep each rank on processors of its own")
     parser.add_argument("--prefix", action="store_true", help="put [rank] before every line of output")
+    parser.add_argument("--timeline", metavar="FILE", help="write a timeline of all ranks' calls, for Perfetto")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
     parser.add_argument("script", help="a Python file, or with -m a module's name")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")

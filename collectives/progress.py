@@ -20,7 +20,7 @@ import numpy as np
 from collectives.backends.base import Pending
 from collectives.call import Call
 from collectives.job import LINE, Job
-from kernels.progress import IDLE, QUEUE_BYTES, QUEUE_CAPACITY, QUEUE_COMPLETED
+from kernels.progress import IDLE, QUEUE_BYTES, QUEUE_CAPACITY, QUEUE_COMPLETED, QUEUE_TIMES
 
 if TYPE_CHECKING:
     from collectives.backends.shm import Shm
@@ -84,6 +84,12 @@ class Progress:
         """Whether a call has ended."""
         return (self.completed - number) & 0xFFFFFFFF < 0x80000000
 
+    def times(self, number: int) -> tuple[int, int]:
+        """When a call that has ended was begun and ended, on the clock of time.monotonic_ns; good for as long as no
+        QUEUE_CAPACITY calls have followed."""
+        begun = self._queue + QUEUE_TIMES + 16 * ((number - 1) % QUEUE_CAPACITY)
+        return ctypes.c_int64.from_address(begun).value, ctypes.c_int64.from_address(begun + 8).value
+
     def _sweep(self) -> None:
         while self._running and self.ended(self._running[0][0]):
             _, _, ended = self._running.popleft()
@@ -137,3 +143,6 @@ class Ticket(Pending):
 
     def done(self) -> bool:
         return self._progress.ended(self._number) or self._progress.failure is not None
+
+    def times(self) -> tuple[int, int]:
+        return self._progress.times(self._number)

@@ -64,6 +64,12 @@ def compare_exchange(flag: int, expected: int, value: int) -> int:
 
 
 @primitive
+def now() -> int:
+    """Nanoseconds of a clock that all processes of this host share and that never goes back."""
+    return time.monotonic_ns()
+
+
+@primitive
 def doze(round: int, flag: int, seen: int, spins: int, yields: int) -> bool:
     """Pass the time between two looks at `flag`, whose value was `seen`: spin first, then yield, then sleep.
 

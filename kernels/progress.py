@@ -1,14 +1,15 @@
 """Ways to run jobs: one at once, and a queue of them that one thread runs while another computes.
 
-The queue is an array of 64-bit words at an address: three lines of 64 bytes, then a ring of job addresses. Submitted
-and completed are flags (see `kernels/primitives.py`), counted up by the submitting and the running thread.
+The queue is an array of 64-bit words at an address: three lines of 64 bytes, a ring of job addresses, and a ring of the
+times at which each job was begun and ended, in nanoseconds. Submitted and completed are flags (see
+`kernels/primitives.py`), counted up by the submitting and the running thread.
 """
 
 from __future__ import annotations
 
 from kernels.executor import DONE, JOB_INPUTS, JOB_OUTPUTS, execute
 from kernels.portable import portable
-from kernels.primitives import await_flag, load_word, raise_flag, store_word
+from kernels.primitives import await_flag, load_word, now, raise_flag, store_word
 
 IDLE = 3  # what serve returns, beside execute's DONE, BLOCKED and DIFFERENT, when about 50 ms brought no job
 
@@ -17,7 +18,8 @@ QUEUE_COMPLETED = 64
 QUEUE_TAKEN = 128
 QUEUE_RING = 192
 QUEUE_CAPACITY = 1024
-QUEUE_BYTES = QUEUE_RING + 8 * QUEUE_CAPACITY
+QUEUE_TIMES = QUEUE_RING + 8 * QUEUE_CAPACITY
+QUEUE_BYTES = QUEUE_TIMES + 16 * QUEUE_CAPACITY
 
 
 @portable
@@ -32,6 +34,7 @@ def execute_on(job: int, rank: int, source: int, target: int) -> int:
 def submit(queue: int, job: int, ticket: int) -> int:
     """Put a job at the end of the queue; `ticket` is its number, counted from 1. There must be room."""
     store_word(queue + QUEUE_RING + 8 * ((ticket - 1) % QUEUE_CAPACITY), job)
+    store_word(queue + QUEUE_TIMES + 16 * ((ticket - 1) % QUEUE_CAPACITY), 0)
     raise_flag(queue + QUEUE_SUBMITTED, ticket)
     return DONE
 
@@ -40,6 +43,7 @@ def submit(queue: int, job: int, ticket: int) -> int:
 def complete(queue: int) -> int:
     """Count the job that was taken last as completed, and wake who waits for it."""
     ticket = load_word(queue + QUEUE_TAKEN) + 1
+    store_word(queue + QUEUE_TIMES + 16 * ((ticket - 1) % QUEUE_CAPACITY) + 8, now())
     store_word(queue + QUEUE_TAKEN, ticket)
     raise_flag(queue + QUEUE_COMPLETED, ticket)
     return DONE
@@ -52,6 +56,9 @@ def serve(queue: int) -> int:
         taken = load_word(queue + QUEUE_TAKEN)
         if not await_flag(queue + QUEUE_SUBMITTED, taken + 1, 0, 0):
             return IDLE
+        begun = queue + QUEUE_TIMES + 16 * (taken % QUEUE_CAPACITY)
+        if load_word(begun) == 0:
+            store_word(begun, now())
         status = execute(load_word(queue + QUEUE_RING + 8 * (taken % QUEUE_CAPACITY)), 0, 1, 0, 1)
         if status != DONE:
             return status

@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": ("collectives.doctor:main", "what is there, what will be chosen, and what to do about it"),
     "verify": ("collectives.inspect:verify_main", "prove a program: mgpu verify all_reduce ring -n 8"),
     "transcribe": ("mgpu_core.transcribe:main", "read spoken digits: mgpu transcribe file.wav"),
+    "timeline": ("collectives.trace:main", "what a run's timeline says: mgpu timeline trace.json"),
     "predict": ("collectives.inspect:predict_main", "predict how long it takes: mgpu predict all_reduce ring -n 8"),
 }
 GROUPS = {  # the modules of a package that define `main`

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from tqdm import tqdm
 
+from collectives.timeline import span
 from mgpu_core import checkpoint, random
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import Batch, Loader
@@ -166,11 +167,14 @@ class Trainer:
         self.optimizer.lr = self.schedule(self.steps_done)
         self.optimizer.zero_grad()
         places = range(batch.start, batch.start + len(batch.indices))
-        with random.batch(seed=self.train.sampler.seed, step=self.steps_done, samples=places):
+        with random.batch(seed=self.train.sampler.seed, step=self.steps_done, samples=places), span("forward"):
             loss = self.loss(self.model, batch.arrays) / batch.global_count
-        loss.backward()
-        waited = self.model.synchronize()
-        self.optimizer.step()
+        with span("backward"):
+            loss.backward()
+        with span("wait for gradients", "wait"):
+            waited = self.model.synchronize()
+        with span("optimizer"):
+            self.optimizer.step()
 
         mean_loss, waited, stops = self._sum_over_ranks([float(loss), waited, stop is not None and stop.is_set()])
         if not math.isfinite(mean_loss):

@@ -20,6 +20,10 @@ class Pending(ABC):
     def done(self) -> bool:
         """Whether `wait` would return or raise at once."""
 
+    @abstractmethod
+    def times(self) -> tuple[int, int]:
+        """When a call that has ended was begun and ended, in nanoseconds of time.monotonic_ns."""
+
 
 class Backend(ABC):
     """One communicator's engine. Every method but `done` and `close` may raise a CollectiveError."""

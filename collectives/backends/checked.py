@@ -6,14 +6,16 @@ Asynchronous calls run at once, so that what is compared belongs to one call.
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from collectives.arrays import Array
-from collectives.backends.base import Backend, Pending
+from collectives.backends.around import Around
+from collectives.backends.base import Pending
 from collectives.call import Call, describe, make_call
 from collectives.errors import CollectiveError
 from kernels.dtypes import find
@@ -22,17 +24,12 @@ _ALIKE = ("all_reduce", "broadcast", "all_gather")  # what leaves the same on ev
 _FLOATING = ("float", "complex")
 
 
-class Checked(Backend):
+class Checked(Around):
     """`inner`, with every result checked. All ranks must use it, or none.
 
     `run`, `start` and plans also raise, on every rank, FloatingPointError that names the ranks that brought a NaN, or
     else those whose result has one, and CollectiveError where results differ between ranks.
     """
-
-    def __init__(self, inner: Backend) -> None:
-        self._inner = inner
-        self.name, self.rank, self.size = inner.name, inner.rank, inner.size
-        self.eager_bytes = inner.eager_bytes
 
     def run(self, call: Call, source: Any, target: Any) -> None:
         brought = _holds_nan(call, source if _is_read(call, self.rank) else None)
@@ -48,49 +45,6 @@ class Checked(Backend):
             self.run(call, source, target)
 
         return run
-
-    def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:
-        self._inner.exchange(sends, receives)
-
-    def allocate(self, nbytes: int) -> Any:
-        return self._inner.allocate(nbytes)
-
-    def peer_view(self, array: Any, rank: int) -> Any:
-        return self._inner.peer_view(array, rank)
-
-    def signal(self, rank: int) -> None:
-        self._inner.signal(rank)
-
-    def wait_signal(self, rank: int) -> None:
-        self._inner.wait_signal(rank)
-
-    def fetch_add(self, word: Any, value: int, rank: int) -> int:
-        return self._inner.fetch_add(word, value, rank)
-
-    def acquire(self, lock: Any, rank: int) -> None:
-        self._inner.acquire(lock, rank)
-
-    def release(self, lock: Any, rank: int) -> None:
-        self._inner.release(lock, rank)
-
-    def wait_until(self, word: Any, value: int, rank: int) -> None:
-        self._inner.wait_until(word, value, rank)
-
-    def check(self, ranks: Sequence[int]) -> None:
-        self._inner.check(ranks)
-
-    def split(self, color: int | None, key: int) -> Backend | None:
-        child = self._inner.split(color, key)
-        return None if child is None else Checked(child)
-
-    def abort(self, reason: str) -> None:
-        self._inner.abort(reason)
-
-    def disown(self, reason: str) -> None:
-        self._inner.disown(reason)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _compare(self, call: Call, brought: bool, got: bool, checksum: int) -> None:
         report = np.array([brought, got, checksum], np.int64)
@@ -111,10 +65,12 @@ class _Ended(Pending):
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._error: BaseException | None = None
+        self._begun = time.monotonic_ns()
         try:
             run()
         except Exception as error:
             self._error = error
+        self._ended = time.monotonic_ns()
 
     def wait(self) -> None:
         if self._error is not None:
@@ -122,6 +78,9 @@ class _Ended(Pending):
 
     def done(self) -> bool:
         return True
+
+    def times(self) -> tuple[int, int]:
+        return self._begun, self._ended
 
 
 def _is_read(call: Call, rank: int) -> bool:

@@ -28,6 +28,7 @@ SETTINGS = {  # that users set, and what for
     "MGPU_PEERS": "folder of MPI libraries to benchmark against",
     "MGPU_SCRATCH": "bytes for staging ordinary arrays, a rank and communicator",
     "MGPU_STALL": "seconds after which a rank that waits says for whom; 0 for never",
+    "MGPU_TIMELINE": "file for a timeline of all ranks' calls",
     "MGPU_SECRET": "what ranks prove to each other, 16 characters or more",
 }
 _BY_LAUNCHER = {"MGPU_RANK", "MGPU_SIZE", "MGPU_LOCAL_RANK", "MGPU_LOCAL_SIZE", "MGPU_RUN", "MGPU_REPORT"}

@@ -27,6 +27,7 @@ from kernels.targets.vector import Group
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _FUTEX = {"x86_64": 202, "aarch64": 98}[platform.machine()]
+_CLOCK_MONOTONIC = 1
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1  # not the PRIVATE ones: the words are shared between processes
 _SLEEP_NS = 50_000_000
 
@@ -104,6 +105,18 @@ def compare_exchange(typing, flag, expected, value):  # type: ignore[no-untyped-
         return b.zext(b.extract_value(both, 0), _I64)
 
     return types.int64(types.int64, types.int64, types.int64), _emit(generate)
+
+
+@intrinsic
+def now(typing):  # type: ignore[no-untyped-def]
+    def generate(b):  # type: ignore[no-untyped-def]
+        time = cgutils.alloca_once(b, ir.ArrayType(_I64, 2))
+        clock = _function(b, "clock_gettime", _I32, _I32, _I64)
+        b.call(clock, [ir.Constant(_I32, _CLOCK_MONOTONIC), b.ptrtoint(time, _I64)])
+        seconds, rest = (b.load(b.gep(time, [ir.Constant(_I32, 0), ir.Constant(_I32, k)])) for k in (0, 1))
+        return b.add(b.mul(seconds, ir.Constant(_I64, 10**9)), rest)
+
+    return types.int64(), _emit(generate)
 
 
 @intrinsic
@@ -213,6 +226,7 @@ PRIMITIVES = {
     "load_acquire": load_acquire,
     "raise_flag": raise_flag,
     "add_word": add_word,
+    "now": now,
     "compare_exchange": compare_exchange,
     "doze": doze,
     "sync": sync,
@@ -289,7 +303,10 @@ def compile_function(name: str) -> bytes:
 _bound: dict[FunctionType, Any] = {}  # what functions share is compiled once
 _COMPLAINT = "number of integer arguments expected: "
 # What compiled kernels may call: libc and CPython's stable interface, nothing that only Numba provides.
-_KNOWN = {"memcpy", "syscall", "sched_yield", "PyLong_AsLongLong", "PyLong_FromLongLong", "PyErr_Occurred"}
+_KNOWN = {
+    "memcpy", "syscall", "sched_yield", "clock_gettime",
+    "PyLong_AsLongLong", "PyLong_FromLongLong", "PyErr_Occurred",
+}  # fmt: skip
 _KNOWN |= {"PyErr_SetString", "PyEval_SaveThread", "PyEval_RestoreThread"}
 
 

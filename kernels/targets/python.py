@@ -43,6 +43,7 @@ PRIMITIVES: dict[str, Any] = {
     "raise_flag": primitives.raise_flag,
     "add_word": primitives.add_word,
     "compare_exchange": primitives.compare_exchange,
+    "now": primitives.now,
     "doze": primitives.doze,
     "sync": primitives.sync,
     "copy_bytes": bind(elementwise.copy, _COPIES, as_it_is),

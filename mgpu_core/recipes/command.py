@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import collectives
+from collectives import timeline
 from collectives.environment import standing
 from collectives.threads import here
 from mgpu_core import checkpoint
@@ -36,6 +38,7 @@ def parser(
     add("--out", type=Path, default=Path("runs") / name, help="folder for the results (%(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out, with its settings")
     add("--steps", type=positive, help="stop after so many steps")
+    add("--timeline", metavar="FILE", help="write a timeline of all ranks, for Perfetto and mgpu timeline")
     add("--backend", default="auto", help="of collectives.init (%(default)s)")
     return it
 
@@ -61,6 +64,8 @@ def run(
             returns what `outcome` does.
     """
     options = parser.parse_args(argv)
+    if options.timeline:
+        os.environ["MGPU_TIMELINE"] = options.timeline
     place = standing()
     say: Say = print if place.rank == 0 else lambda line: None
     if options.resume:
@@ -83,6 +88,7 @@ def run(
         found = find(options, say)
         ranks = options.ranks or max(2, min(8, here(1)))
         if ranks == 1:
+            timeline.begin(0)
             result = train(None, options, found)
         else:
             try:

@@ -1,6 +1,7 @@
 """The queue of jobs: one thread serves it, another submits and waits."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,6 +101,18 @@ def test_jobs_run_in_order_and_are_counted(queue: Queue) -> None:
     assert (result == source).all()
     assert queue.taken == queue.completed == 5
     assert world.counters[0][0, x.COUNT_CALLS] == 5
+
+
+def test_each_job_s_beginning_and_end_are_noted(queue: Queue) -> None:
+    world = World(1)
+    data(world, 3)
+    before = time.monotonic_ns()
+    for job in copies(world, 3):
+        queue.submit(job)
+    assert queue.serve() == progress.IDLE
+    times = queue.words[progress.QUEUE_TIMES // 8 :][:6].tolist()
+    assert times == sorted(times)
+    assert before <= times[0] and times[-1] <= time.monotonic_ns()
 
 
 @pytest.mark.usefixtures("server")
