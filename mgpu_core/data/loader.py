@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -56,10 +57,12 @@ class Loader:
         arrays: the data set; all arrays have the samples on their first axis.
         sampler: decides the batches.
         rank, size: this rank, of how many.
-        shares: a weight a rank, for unequal parts; None cuts evenly. May be changed between epochs.
+        shares: a weight a rank, for unequal parts; None cuts evenly. `reshare` changes them, and assigning them between
+            epochs does.
         transform: makes training arrays of the raw ones, on the background thread. It runs inside `random.batch`, so
             that with `random.sample_words` it does the same to a sample on any number of ranks.
         depth: how many batches are held ready, at most.
+        workers: how many batches are read at the same time, each on a thread. They come in order all the same.
 
     Attributes:
         waited: seconds that the consumer has waited for batches so far; near zero when reading keeps up.
@@ -75,15 +78,16 @@ class Loader:
         shares: Sequence[float] | None = None,
         transform: Transform | None = None,
         depth: int = 2,
+        workers: int = 1,
     ) -> None:
         lengths = [len(array) for array in arrays]
         if lengths != [sampler.count] * len(arrays):
             raise ValueError(f"the sampler counts {sampler.count} samples, the arrays hold {lengths}")
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size}")
-        if depth < 1:
-            raise ValueError(f"depth must be at least 1, got {depth}")
-        self.shares = [1.0] * size if shares is None else list(shares)
+        if min(depth, workers) < 1:
+            raise ValueError(f"depth and workers must be at least 1, got {depth} and {workers}")
+        self.shares = [1.0] * size if shares is None else shares
         if len(self.shares) != size:
             raise ValueError(f"{size} ranks need {size} shares, got {self.shares}")
         self.arrays = tuple(arrays)
@@ -91,12 +95,39 @@ class Loader:
         self.rank = rank
         self.transform = transform
         self.depth = depth
+        self.workers = workers
         self.waited = 0.0
+
+    @property
+    def shares(self) -> Sequence[float]:
+        """The shares that hold from now on, or from where the last `reshare` says."""
+        return self._shares[-1][1]
+
+    @shares.setter
+    def shares(self, shares: Sequence[float]) -> None:
+        self._shares: list[tuple[int, Sequence[float]]] = [(0, list(shares))]
+
+    def reshare(self, shares: Sequence[float], epoch: int, step: int) -> None:
+        """Change the shares from the first batch on that cannot have been read while batch `step` of `epoch` is in use.
+
+        When all ranks' loaders have the same depth and workers, and all ranks call this at the same step, they change
+        together.
+        """
+        position = epoch * self.sampler.steps + step
+        first = position + self.depth + self.workers + 1  # so many are ready, or being read
+        present = [entry for entry in self._shares if entry[0] <= position][-1:]
+        coming = [entry for entry in self._shares if position < entry[0] < first]
+        self._shares = [*present, *coming, (first, list(shares))]
+
+    def shares_of(self, epoch: int, step: int) -> Sequence[float]:
+        """The shares that hold in a batch."""
+        position = epoch * self.sampler.steps + step
+        return next((shares for start, shares in reversed(self._shares) if start <= position), self._shares[0][1])
 
     def read(self, epoch: int, step: int) -> Batch:
         """This rank's part of one batch, read here and now."""
         whole = self.sampler.global_batch(epoch, step)
-        start, stop = part(len(whole), self.rank, self.shares)
+        start, stop = part(len(whole), self.rank, self.shares_of(epoch, step))
         indices = whole[start:stop]
         arrays: Arrays = tuple(array[indices] for array in self.arrays)
         if self.transform is not None:
@@ -187,10 +218,16 @@ class _Queue:
 
 
 def _read_ahead(loader: Loader, epoch: int, steps: Iterable[int], queue: _Queue) -> None:
+    reading: deque[Future[Batch]] = deque()
     try:
-        for step in steps:
-            if not queue.put(loader.read(epoch, step)):
-                return
+        with ThreadPoolExecutor(loader.workers) as pool:
+            for step in steps:
+                reading.append(pool.submit(loader.read, epoch, step))
+                if len(reading) == loader.workers and not queue.put(reading.popleft().result()):
+                    return
+            while reading:
+                if not queue.put(reading.popleft().result()):
+                    return
         queue.put(None)
     except BaseException as error:  # whatever it is, the consumer is the one who can act on it
         queue.put(error)

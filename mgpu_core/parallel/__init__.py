@@ -6,17 +6,21 @@ A `Mesh` lays out the ranks; its axes' communicators go to the strategies, and a
 from mgpu_core.parallel.asynchronous import Asynchronous, ParameterStore
 from mgpu_core.parallel.balance import cut, measure
 from mgpu_core.parallel.data import DataParallel
+from mgpu_core.parallel.local import LocalSGD
 from mgpu_core.parallel.mesh import Mesh
 from mgpu_core.parallel.norm import clip_grad_norm, grad_norm
 from mgpu_core.parallel.pipeline import Pipeline
 from mgpu_core.parallel.pipeline_schedules import SCHEDULES
 from mgpu_core.parallel.placement import Placement
 from mgpu_core.parallel.recompute import recompute
+from mgpu_core.parallel.speeds import Balance
 
 __all__ = [
     "SCHEDULES",
     "Asynchronous",
+    "Balance",
     "DataParallel",
+    "LocalSGD",
     "Mesh",
     "ParameterStore",
     "Pipeline",

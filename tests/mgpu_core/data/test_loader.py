@@ -39,16 +39,14 @@ def flip(arrays):
 
 
 @pytest.mark.parametrize("shares", [[1], [1, 1], [1, 1, 1], [2, 5, 1], [1, 0]], ids=str)
-@pytest.mark.parametrize("depth", [1, 2, 20])
+@pytest.mark.parametrize(("depth", "workers"), [(1, 1), (2, 1), (1, 3), (20, 2)])
 @pytest.mark.parametrize("count", [0, 1, 2, 99, 100])
-def test_the_ranks_parts_are_the_batches_of_one_process(shares, depth, count):
+def test_the_ranks_parts_are_the_batches_of_one_process(shares, depth, workers, count):
     alone = list(loader(count=count, transform=flip).epoch(3))
     assert len(alone) == -(-count // 16)
     size = len(shares)
-    parts = [
-        list(loader(count=count, transform=flip, rank=rank, size=size, shares=shares, depth=depth).epoch(3))
-        for rank in range(size)
-    ]
+    options = {"count": count, "transform": flip, "shares": shares, "depth": depth, "workers": workers}
+    parts = [list(loader(rank=rank, size=size, **options).epoch(3)) for rank in range(size)]
     for step, whole in enumerate(alone):
         assert (whole.epoch, whole.step, whole.global_count) == (3, step, len(whole.indices))
         np.testing.assert_array_equal(whole.arrays[1], whole.indices)  # labels count the samples
@@ -146,3 +144,29 @@ def test_wrong_arguments_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             Loader(arrays, sampler, **options)
+
+
+def test_shares_change_where_no_rank_has_read_yet():
+    """A reader that is as far ahead as it can be and one that reads nothing ahead cut the same batches."""
+    whole = [batch.indices.tolist() for epoch in range(2) for batch in loader(count=100).epoch(epoch)]
+    by_rank = []
+    for rank in range(2):
+        reader, parts = loader(rank=rank, size=2, depth=2), []
+        for epoch in range(2):
+            with reader.epoch(epoch) as batches:
+                for batch in batches:
+                    if rank:
+                        time.sleep(0.01)  # its reader runs ahead
+                    if (epoch, batch.step) in [(0, 1), (0, 2), (1, 0)]:
+                        reader.reshare([3, 1] if batch.step else [0, 1], epoch, batch.step)
+                    parts.append(batch.indices.tolist())
+        by_rank.append(parts)
+    assert [one + two for one, two in zip(*by_rank)] == whole
+    assert [len(part) for part in by_rank[0]] == [8] * 5 + [12, 3] + [12] * 4 + [0, 0, 0]
+
+
+def test_the_steps_to_read_can_be_given_one_by_one():
+    whole = [batch.indices.tolist() for batch in loader().epoch(2)]
+    assert [batch.indices.tolist() for batch in loader().epoch(2, steps=iter([5, 0, 3]))] == [
+        whole[i] for i in (5, 0, 3)
+    ]
