@@ -64,11 +64,24 @@ def resumed(state: State) -> Iterator[None]:
         _current.batch = before
 
 
-def sample_words(layer: int | tuple[int, ...], count: int, width: int) -> np.ndarray:
+@contextmanager
+def batch_rows(rows: slice) -> Iterator[None]:
+    """Inside, the current `batch`, where there is one, is that of some of its rows."""
+    state = current()
+    if state is not None:
+        seed, step, samples = state
+        state = seed, step, samples[rows]
+    with resumed(state):
+        yield
+
+
+def sample_words(
+    layer: int | tuple[int, ...], count: int, width: int, part: tuple[int, int] | None = None
+) -> np.ndarray:
     """Random uint32 (count, width) for the current batch: row i belongs to its i-th sample, in stream `layer`.
 
     Sample s owns the Philox blocks from s * ceil(width / 8) on, of the stream (seed, step, layer). A layer's number may
-    have several parts.
+    have several parts. With `part`, only the columns from its first to before its second number are made, and returned.
     Raises RuntimeError outside of `batch`, ValueError if the batch has not `count` samples.
     """
     if _current.batch is None:
@@ -80,13 +93,18 @@ def sample_words(layer: int | tuple[int, ...], count: int, width: int) -> np.nda
     if len(samples) != count:
         raise ValueError(f"the current random.batch has {len(samples)} samples, but the tensor has {count} rows")
     stream = key(seed, step, *(layer if isinstance(layer, tuple) else (layer,)))
-    blocks = -(-width // _WORDS_PER_BLOCK)
-    rows = np.empty((count, blocks * _WORDS_PER_BLOCK), np.uint32)
-    for first, last in _runs(samples):
-        counter = np.random.Philox(key=stream, counter=int(samples[first]) * blocks)
-        words = counter.random_raw((last - first) * blocks * _WORDS_PER_BLOCK // 2)
-        rows[first:last] = words.view(np.uint32).reshape(last - first, -1)
-    return rows[:, :width]
+    start, stop = (0, width) if part is None else part
+    blocks = -(-width // _WORDS_PER_BLOCK)  # of a sample, of which we need those from `skipped` to before `last`
+    skipped, last = start // _WORDS_PER_BLOCK, -(-stop // _WORDS_PER_BLOCK)
+    needed = last - skipped
+    rows = np.empty((count, needed * _WORDS_PER_BLOCK), np.uint32)
+    # The blocks of consecutive samples follow one another, where none is skipped.
+    runs = _runs(samples) if needed == blocks else ((i, i + 1) for i in range(count))
+    for first, after in runs:
+        counter = np.random.Philox(key=stream, counter=int(samples[first]) * blocks + skipped)
+        words = counter.random_raw((after - first) * needed * _WORDS_PER_BLOCK // 2)
+        rows[first:after] = words.view(np.uint32).reshape(after - first, -1)
+    return rows[:, start - skipped * _WORDS_PER_BLOCK : stop - skipped * _WORDS_PER_BLOCK]
 
 
 def _runs(samples: Sequence[int]) -> Iterator[tuple[int, int]]:

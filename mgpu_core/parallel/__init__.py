@@ -14,20 +14,32 @@ from mgpu_core.parallel.pipeline_schedules import SCHEDULES
 from mgpu_core.parallel.placement import Placement
 from mgpu_core.parallel.recompute import recompute
 from mgpu_core.parallel.speeds import Balance
+from mgpu_core.parallel.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+    parallelize,
+    vocabulary_parallel_cross_entropy,
+)
 
 __all__ = [
     "SCHEDULES",
     "Asynchronous",
     "Balance",
+    "ColumnParallelLinear",
     "DataParallel",
     "LocalSGD",
     "Mesh",
     "ParameterStore",
     "Pipeline",
     "Placement",
+    "RowParallelLinear",
+    "VocabularyParallelEmbedding",
     "clip_grad_norm",
     "cut",
     "grad_norm",
     "measure",
+    "parallelize",
     "recompute",
+    "vocabulary_parallel_cross_entropy",
 ]

@@ -250,7 +250,7 @@ class _Step:
 
     def forward(self, stage: int, microbatch: int) -> None:
         kept = self.kept[stage, microbatch]
-        with _samples(self.rows[microbatch]):
+        with random.batch_rows(self.rows[microbatch]):
             outputs = self.pipeline.stages[stage](kept.inputs)
             if stage < self.pipeline.last:
                 form = self.forms[microbatch][stage]
@@ -358,14 +358,3 @@ def _evaluation(module: Module) -> Iterator[None]:
     finally:
         for part, training in before:
             part.training = training
-
-
-@contextmanager
-def _samples(rows: slice) -> Iterator[None]:
-    """Inside, the current `random.batch`, where there is one, is that of some of its rows."""
-    if random._current.batch is None:
-        yield
-        return
-    seed, step, samples = random._current.batch
-    with random.batch(seed=seed, step=step, samples=samples[rows]):
-        yield

@@ -21,6 +21,21 @@ def test_a_sample_has_its_words_whatever_comes_with_it(samples, width):
     np.testing.assert_array_equal(words(samples, width=width), whole[samples])
 
 
+@given(st.lists(st.integers(0, 30), max_size=5), st.integers(0, 40), st.data())
+def test_a_part_of_the_columns_is_that_of_the_whole(samples, width, data):
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, width), st.integers(0, width))))
+    with random.batch(seed=1, step=2, samples=samples):
+        part = random.sample_words(3, len(samples), width, (start, stop))
+    np.testing.assert_array_equal(part, words(samples, width=width)[:, start:stop])
+
+
+def test_rows_of_a_batch():
+    with random.batch(seed=1, step=2, samples=range(10, 20)), random.batch_rows(slice(3, 5)):
+        np.testing.assert_array_equal(random.sample_words(3, 2, 13), words([13, 14]))
+    with random.batch_rows(slice(3, 5)), pytest.raises(RuntimeError, match="step and the samples"):
+        random.sample_words(3, 2, 13)
+
+
 def test_seed_step_layer_and_sample_all_matter():
     base = words([0])
     for other in (words([0], seed=2), words([0], step=3), words([0], layer=4), words([1])):

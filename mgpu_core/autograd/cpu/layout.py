@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 Array = np.ndarray
@@ -18,7 +20,8 @@ def channels_first(x: Array) -> Array:
 
 def as_rows(x: Array) -> Array:
     """x (N, C, ...) as a contiguous matrix with one row per sample and place, one column per channel."""
-    return channels_last(x).reshape(-1, x.shape[1])
+    rows = channels_last(x)
+    return rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
 
 
 def like_rows(rows: Array, x: Array) -> Array:

@@ -1,12 +1,16 @@
-"""Ranks on a grid with named axes."""
+"""Ranks on a grid with named axes; and training on any grid is that of one process."""
 
+import functools
 import itertools
 
 import numpy as np
 import pytest
 
 import collectives
-from mgpu_core.parallel import Mesh
+from mgpu_core import nn, optim, random
+from mgpu_core.data.sampler import part
+from mgpu_core.nn import functional as F
+from mgpu_core.parallel import SCHEDULES, Mesh, Pipeline, clip_grad_norm, parallelize
 
 AXES = ("tensor", "data", "pipeline")
 
@@ -93,3 +97,118 @@ def sums(comm):
 
 def test_real_ranks_talk_along_the_axes():
     assert collectives.spawn(sums, 4) == [[1, 2, 6], [1, 4, 6], [5, 2, 6], [5, 4, 6]]
+
+
+# Hybrid training
+
+
+WORDS, TIMES, SIZE, BATCH = 7, 5, 6, 5  # which no two ranks can share evenly
+TEXTS = np.random.default_rng(0).integers(0, WORDS, (40, TIMES + 1))
+TEXTS[:, 1:] = (TEXTS[:, :-1] * 3 + 1) % WORDS  # each word follows from the one before
+GRIDS = {
+    2: [{"data": 2}, {"tensor": 2}, {"pipeline": 2}],
+    4: [{"data": 2, "tensor": 2}, {"data": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}],
+    8: [{"data": 2, "tensor": 2, "pipeline": 2}],
+}
+
+
+def transformer(dtype):
+    rng = np.random.default_rng(1)
+    real = {"rng": rng, "dtype": dtype}
+    blocks = [nn.TransformerBlock(SIZE, 3, hidden=9, causal=True, dropout=0.1, **real) for _ in range(2)]
+    return nn.Sequential(
+        nn.Embedding(WORDS, SIZE, **real),
+        nn.PositionalEmbedding(TIMES, SIZE, **real),
+        *blocks,
+        nn.LayerNorm(SIZE, dtype=dtype),
+        nn.Linear(SIZE, WORDS, **real),
+    )
+
+
+def loss(logits, words):
+    return F.cross_entropy(logits, words, reduction="sum") / TIMES
+
+
+def train(mesh, dtype, steps, *, sequence_parallel=False, order=None):
+    """The losses (this rank's share), the gradient norms, and (array, placement) of this rank's parameters."""
+    model = parallelize(transformer(dtype), mesh.tensor, sequence_parallel=sequence_parallel)
+    schedule, microbatches = SCHEDULES["1f1b"], 1 if mesh.comm is None else 2
+    pipeline = Pipeline(
+        model, mesh.pipeline, loss=loss, schedule=schedule, microbatches=microbatches, data=mesh.data, bucket_bytes=300
+    )
+    optimizer = optim.SGD(pipeline.module.named_parameters(), lr=0.1, momentum=0.9)
+    start, stop = part(BATCH, mesh.index("data"), [1] * mesh.shape["data"])
+    losses, norms = [], []
+    for step in range(steps):
+        batch = np.arange(step * BATCH, (step + 1) * BATCH) % len(TEXTS)
+        samples = np.arange(BATCH)
+        if order is not None:  # the same sums in another order
+            samples = np.random.default_rng(order + step).permutation(BATCH)
+        texts = TEXTS[batch[samples]][start:stop]
+        optimizer.zero_grad()
+        with random.batch(seed=7, step=step, samples=samples[start:stop]):
+            losses.append(pipeline.forward_backward(texts[:, :-1], texts[:, 1:], count=BATCH))
+        norms.append(clip_grad_norm(pipeline.module.parameters(), 0.5, mesh))
+        optimizer.step()
+    state = {name: (p.data, p.placement) for name, p in pipeline.module.named_parameters()}
+    return np.array(losses) * (mesh.index("tensor") == 0), np.array(norms), state
+
+
+@functools.cache
+def alone(dtype, steps, order=None):
+    with Mesh() as mesh:
+        return joined([train(mesh, dtype, steps, order=order)])
+
+
+def joined(results):
+    """The whole model's losses, norms and parameters; copies, and the norm on all ranks, are equal to the last bit."""
+    whole = {}
+    for _, norms, state in results:
+        np.testing.assert_array_equal(norms, results[0][1])
+        for name, (array, placement) in state.items():
+            if placement is None:
+                np.testing.assert_array_equal(array, whole.setdefault(name, array), err_msg=name)
+            else:
+                whole.setdefault(name, np.full(placement.shape, np.nan))[placement.index] = array
+    return {"losses": sum(losses for losses, _, _ in results), "norms": results[0][1], **whole}
+
+
+def distance(one, other):
+    """The largest difference of anything, relative to the largest value of the same."""
+    assert one.keys() == other.keys()
+    return max(float(np.max(abs(one[key].astype(float) - other[key])) / np.max(abs(other[key]))) for key in other)
+
+
+def train_on_grids(comm, steps):
+    found = []
+    for grid in GRIDS[comm.size]:
+        with Mesh(comm, **grid) as mesh:
+            for sequence_parallel in (False, True)[: mesh.shape["tensor"]]:
+                exact = train(mesh, np.float64, steps, sequence_parallel=sequence_parallel)
+                rough = train(mesh, np.float32, steps, sequence_parallel=sequence_parallel)
+                found.append((f"{grid}, sequence parallel: {sequence_parallel}", exact, rough))
+    return found
+
+
+def follow_one_process(size, steps):
+    reference = alone(np.float32, steps)
+    permuted = max(distance(alone(np.float32, steps, order), reference) for order in (100, 200, 300))
+    for cases in zip(*collectives.spawn(train_on_grids, size, (steps,)), strict=True):
+        (grid, *_), *_ = cases
+        exact, rough = (joined([case[kind] for case in cases]) for kind in (1, 2))
+        assert distance(exact, alone(np.float64, steps)) < 1e-10, grid
+        assert distance(rough, reference) <= 3 * permuted, grid
+        if steps == 50:
+            assert exact["losses"][-5:].mean() < exact["losses"][:5].mean()  # it learns
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_training_on_any_grid_follows_one_process(size):
+    """Losses, gradient norms and parameters, with dropout and clipping, and with sequence parallelism too."""
+    follow_one_process(size, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_training_on_any_grid_follows_one_process_for_50_steps(size):
+    follow_one_process(size, 50)
