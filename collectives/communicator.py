@@ -4,9 +4,13 @@ Arrays may be NumPy, PyTorch or JAX arrays, or anything with `__array_interface_
 caller's own kind. An argument of one collective call must agree between ranks in everything that matters (dtype,
 count, reduction, root), or every rank raises CollectiveMismatchError. `out=x` reduces in place.
 
-One thread at a time may use a communicator; another thread's call waits for the lock. Since all ranks must make the
-same calls in the same order, threads that share a communicator have to agree on that order; give each its own with
-`split`.
+Threads. One thread at a time is in a call of a communicator; others wait for it, whatever it waits for: a receive that
+waits keeps other threads' sends waiting, and a `group` all of their calls until its end. All ranks must make the same
+calls in the same order, so threads that share a communicator have to agree on that order; give each its own with
+`split`: communicators know nothing of each other, and may be used at the same time. Without that lock, and from any
+thread at any time: `abort`, which ends the calls that wait; `wait` and `done` of a `Work`, in several threads at once
+too; `put`, `get` and `peer`, where the caller sees to it that nobody else writes there. A plan's calls do not take the
+lock, for speed: its caller keeps them apart from the communicator's other calls. `close` waits for the call under way.
 """
 
 from __future__ import annotations

@@ -209,6 +209,105 @@ def test_threads_that_share_a_communicator_take_turns(crew: Crews) -> None:
     assert crew(take_turns, 2) == [800.0, 800.0]
 
 
+def each_its_own(comm: Communicator) -> list[float]:
+    """A communicator for each thread, and then each does as it likes: here one only receives, and one only sends."""
+    families = [comm.split(0), comm.split(0)]
+    found = [0.0, 0.0]
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def work(which: int) -> None:
+        family = families[which]
+        assert family is not None
+        x, out = np.full(200_000, 1.0 + which), np.empty(200_000)
+        for turn in range(10):
+            if (comm.rank + which) % 2:
+                family.send(x, right, tag=turn)
+                family.recv(out, left, tag=turn)
+            else:
+                family.recv(out, left, tag=turn)
+                family.send(x, right, tag=turn)
+            with family.group():
+                family.send(x[:3], right)
+                family.recv(out[:3], left)
+            found[which] += float(out.sum())
+            family.signal(right)
+            family.wait_signal(left)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_communicator_for_each_thread() -> None:
+    assert collectives.spawn(each_its_own, 2) == [[2e6, 4e6]] * 2
+
+
+def sends_behind_a_receive(comm: Communicator) -> str:
+    """In one communicator a receive that waits keeps another thread's send waiting: if that happens at both ends, they
+    wait for each other, and are told."""
+    child = comm.split(0)
+    assert child is not None
+    other = 1 - comm.rank
+    told = []
+
+    def attempt(call: Any) -> None:
+        try:
+            call()
+        except CollectiveError as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    receiver = threading.Thread(target=attempt, args=(lambda: child.recv(np.empty(3), other),))
+    receiver.start()
+    while receiver.is_alive() and not _held(child._lock):
+        time.sleep(0.001)
+    attempt(lambda: child.send(np.ones(3), other))
+    receiver.join()
+    return "; ".join(told)
+
+
+def _held(lock: Any) -> bool:
+    """Whether another thread has it."""
+    if lock.acquire(blocking=False):
+        lock.release()
+        return False
+    return True
+
+
+def test_a_receive_that_waits_holds_up_other_threads() -> None:
+    for told in collectives.spawn(sends_behind_a_receive, 2):
+        assert "wait for each other in a circle" in told
+        assert "of no further use" in told
+
+
+def closed_by_another_thread(comm: Communicator) -> list[str]:
+    """Whoever comes after a close is told; a call under way ends first."""
+    child = comm.split(0)
+    assert child is not None
+    told: list[str] = []
+
+    def work() -> None:
+        try:
+            while True:
+                child.all_reduce(np.ones(1000))
+        except CollectiveError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    time.sleep(0.1)
+    child.close()
+    thread.join()
+    return told
+
+
+def test_closed_by_another_thread() -> None:
+    for (told,) in collectives.spawn(closed_by_another_thread, 2):
+        assert "this communicator is closed" in told or "closed its communicator" in told or "gave up" in told
+
+
 def collect_garbage(comm: Communicator) -> float:
     """Communicators with calls under way that are dropped in another thread, and in the middle of other calls."""
     total = 0.0

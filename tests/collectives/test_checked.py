@@ -67,27 +67,75 @@ def test_nan() -> None:
         assert told[8:] == ["nothing"] * 3
 
 
-def with_another_result(comm: Communicator) -> str:
+def nan_in_every_collective(comm: Communicator) -> list[str]:
+    """Rank 1 brings it, wherever a call has a place for it."""
+    told = []
+    bad = np.ones(6, np.float32)
+    if comm.rank == 1:
+        bad[:] = np.nan
+    out = np.empty(2, np.float32)
+    for collective, x, options in (
+        ("all_reduce", bad, {}),
+        ("all_reduce", [bad, np.ones(2)], {}),
+        ("all_reduce", [np.ones(2), bad], {}),
+        ("reduce", bad, {"root": 2}),
+        ("broadcast", bad, {"root": 1}),
+        ("all_gather", bad, {}),
+        ("reduce_scatter", bad, {}),
+        ("gather", bad, {"root": 0}),
+        ("scatter", bad if comm.rank == 1 else None, {"root": 1, "out": out}),
+        ("all_to_all", bad, {}),
+        ("all_to_all", bad, {"counts": [1, 2, 3]}),
+    ):
+        for asynchronous in (False, True):
+            x = [each.copy() for each in x] if isinstance(x, list) else x if x is None else x.copy()
+            try:
+                result = getattr(comm, collective)(x, **{**options, "async_op": asynchronous})
+                if asynchronous:
+                    result.wait()
+                told.append(f"{collective}: nothing")
+            except FloatingPointError as error:
+                if not str(error).startswith(collective) or not str(error).endswith("rank 1 brought a NaN"):
+                    told.append(str(error))
+    comm.barrier()
+    return told
+
+
+def test_nan_in_every_collective() -> None:
+    assert collectives.spawn(nan_in_every_collective, 3) == [[]] * 3
+
+
+def with_another_result(comm: Communicator, collective: str, x: Any, asynchronous: bool) -> str:
     """As if rank 2's memory were bad."""
     backend: Any = comm._backend
     inner = backend._inner.run
 
     def run(call: Any, source: Any, target: Any) -> None:
         inner(call, source, target)
-        if comm.rank == 2 and call.collective == "all_reduce":
-            target[0] += 1
+        if comm.rank == 2 and call.dtype.name == "float64":
+            target.reshape(-1)[0] += 1
 
     backend._inner.run = run
     try:
-        comm.all_reduce(np.ones(4))
+        result = getattr(comm, collective)(x, async_op=asynchronous)
+        if asynchronous:
+            result.wait()
         return "nothing"
     except CollectiveError as error:
         return str(error)
 
 
-def test_results_that_differ() -> None:
-    for told in collectives.spawn(with_another_result, 3):
-        assert told.startswith(
-            "all_reduce(float64, count 4, sum): the results differ between ranks; their hashes: rank 0 "
-        )
+@pytest.mark.parametrize(
+    ("collective", "x", "asynchronous"),
+    [
+        ("all_reduce", np.ones(4), False),
+        ("all_reduce", [np.ones(1), np.ones(3)], True),
+        ("broadcast", np.ones(4), True),
+        ("all_gather", np.ones(4), False),
+    ],
+)
+def test_results_that_differ(collective: str, x: Any, asynchronous: bool) -> None:
+    for told in collectives.spawn(with_another_result, 3, (collective, x, asynchronous)):
+        assert told.startswith(f"{collective}(float64, count 4")
+        assert "the results differ between ranks; their hashes: rank 0 " in told
         assert "rank 2 " in told

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -365,6 +366,49 @@ def test_the_exit_code_is_the_cause_s(tmp_path, text, code, said):
     assert done.returncode == code, done.stderr
     assert f"mgpu run: {said}" in done.stderr
     assert done.stderr.count("mgpu run: rank") == 1
+
+
+MISHAPS = """
+import collectives, numpy
+comm = collectives.init(timeout=60)
+comm.barrier()
+kind = sys.argv[1]
+if kind == "forks":
+    child = os.fork()
+    if child == 0:
+        time.sleep(100)  # outlives its rank, but not the launcher
+    say(child)
+    comm.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    if kind == "raises": raise ValueError("so")
+    if kind == "exits": sys.exit(3)
+    if kind == "ends": sys.exit(0)
+    if kind == "vanishes": os._exit(5)
+    if kind == "vanishes quietly": os._exit(0)
+comm.all_reduce(numpy.ones(3))
+"""
+
+
+@pytest.mark.parametrize(
+    "kind,code,said",
+    [
+        ("raises", 1, "rank 1 ended with exit code 1: ValueError: so"),
+        ("exits", 3, "rank 1 ended with exit code 3"),
+        ("vanishes", 5, "rank 1 ended with exit code 5"),
+        ("forks", 137, "rank 1 was killed by SIGKILL"),
+        # Whose fault it is that rank 1 has gone, nobody can tell: what the others say of it is reported.
+        ("ends", 1, r"rank \d ended with exit code 1: PeerLostError: .*rank 1 closed its communicator after call 1"),
+        ("vanishes quietly", 1, r"rank \d ended with exit code 1: PeerLostError: .*rank 1 .*has died after call 1"),
+    ],
+)
+def test_mishaps_while_others_wait_in_a_collective(tmp_path, kind, code, said):
+    done = run(tmp_path, MISHAPS, kind)
+    assert done.returncode == code, done.stderr
+    assert re.search(f"mgpu run: {said}", done.stderr), done.stderr
+    assert done.stderr.count("mgpu run: rank") == 1
+    assert all(gone(int(pid)) for pid in done.stdout.split())
 
 
 def test_output_with_the_rank_before_every_line(tmp_path):

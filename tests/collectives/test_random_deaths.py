@@ -130,6 +130,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("piece", range(8))
 def test_two_hundred_deaths(piece: int, tmp_path: Path) -> None:
     seconds = kills(range(1000 + 25 * piece, 1025 + 25 * piece), tmp_path)
@@ -138,6 +139,7 @@ def test_two_hundred_deaths(piece: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("piece", range(5))
 def test_fifty_stops(piece: int, tmp_path: Path) -> None:
     seconds = stops(range(2000 + 10 * piece, 2010 + 10 * piece), tmp_path)
@@ -146,6 +148,7 @@ def test_fifty_stops(piece: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_deaths_in_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing compiled before: rank 0 compiles, and the others wait for it."""
     seconds = []
