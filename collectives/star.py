@@ -15,7 +15,7 @@ from enum import IntEnum
 from collectives.channel import MAX_DESCRIPTORS, Channel, ClosedError, wait_for
 from collectives.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 
-_VERDICT = 2.0  # seconds that a rank which gives up leaves the hub to say who was missing
+_VERDICT = 1.0  # seconds that a rank which gives up leaves the hub to say who was missing
 _LAST_WORDS = 2048  # characters of why a rank failed
 
 

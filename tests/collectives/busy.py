@@ -18,21 +18,23 @@ WHAT = ("all_reduce", "rooted", "gathering", "empty", "asynchronous", "plan", "m
 
 
 def live(seed: int, timeout: float) -> None:
-    """Until another rank is lost: that is reported, and raised."""
-    draw = random.Random(seed)
+    """Until another rank is lost: that is reported, and raised. Nobody can raise before its call has begun."""
+    draw, began = random.Random(seed), [time.monotonic()]
     try:
         while True:
+            began[0] = time.monotonic()
             with collectives.init(timeout=timeout) as comm:
-                work(comm, draw, draw.randrange(1, 60))
+                work(comm, draw, draw.randrange(1, 60), began)
     except CollectiveError as error:
-        report(int(os.environ["MGPU_RANK"]), type(error).__name__, str(error))
+        report(int(os.environ["MGPU_RANK"]), type(error).__name__, str(error), since=began[0])
         time.sleep(0.5)  # lest this rank's end be what others see first
         raise
 
 
-def work(comm: Communicator, draw: random.Random, calls: int) -> None:
+def work(comm: Communicator, draw: random.Random, calls: int, began: list[float]) -> None:
     symmetric = comm.zeros(1000)
     for _ in range(calls):
+        began[0] = time.monotonic()
         what = draw.choice(WHAT)
         n = draw.choice([0, 1, 100, 10_000, 300_000])
         x = np.ones(n, draw.choice(["float32", "float64", "int32"]))

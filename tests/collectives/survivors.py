@@ -45,11 +45,11 @@ def _attempt(comm: Communicator, folder: str, fn: Callable[..., Any], args: Sequ
     report(comm.rank, kind, text)
 
 
-def report(rank: int, kind: str, text: str) -> None:
-    """Write down what became of this rank."""
+def report(rank: int, kind: str, text: str, since: float = 0.0) -> None:
+    """Write down what became of this rank, and how long after what happened, or after `since` if that is later."""
     folder = Path(os.environ["SURVIVORS"])
     moment = folder / "moment"
-    seconds = time.monotonic() - float(moment.read_text()) if moment.exists() else -1.0
+    seconds = time.monotonic() - max(since, float(moment.read_text())) if moment.exists() else -1.0
     (folder / f"{rank}.json").write_text(json.dumps([kind, text, seconds]))
 
 
