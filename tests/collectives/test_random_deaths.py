@@ -45,7 +45,7 @@ class Event(NamedTuple):
         return max(outcome.seconds for outcome in self.outcomes.values())
 
 
-def happens(number: int, seed: int, folder: Path, within: float = 2.5) -> Event:
+def happens(monkeypatch: pytest.MonkeyPatch, number: int, seed: int, folder: Path, within: float = 2.5) -> Event:
     """Start ranks as `mgpu run` does, and send a random one this signal at a random moment."""
     draw = random.Random(seed)
     size = draw.choice([2, 3, 3, 4])
@@ -56,7 +56,10 @@ def happens(number: int, seed: int, folder: Path, within: float = 2.5) -> Event:
     script.write_text(
         f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import busy; busy.live({seed}, {timeout})"
     )
-    os.environ["SURVIVORS"] = str(folder)  # by which we know our ranks
+    monkeypatch.setenv("SURVIVORS", str(folder))  # by which we know our ranks
+    grace = 4.0 if number == signal.SIGSTOP else 30.0  # one that still starts shall see the death, and not be ended
+    monkeypatch.setattr(launch, "GRACE", grace)
+    monkeypatch.setattr(ranks, "GRACE", grace)
     found: list[int] = []
 
     def strike() -> None:
@@ -74,7 +77,6 @@ def happens(number: int, seed: int, folder: Path, within: float = 2.5) -> Event:
     finally:
         thread.join()
     assert not _processes(folder), "processes are left"
-    del os.environ["SURVIVORS"]
     outcomes = {int(path.stem): Outcome(*json.loads(path.read_text())) for path in folder.glob("*.json")}
     return Event(seed, size, victim, found[0], code, outcomes)
 
@@ -92,25 +94,19 @@ def _processes(folder: Path, rank: int | None = None) -> list[int]:
     return pids
 
 
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GRACE", 2.0)
-    monkeypatch.setattr(ranks, "GRACE", 2.0)
-
-
-def kills(seeds: range, folder: Path, within: float = 2.5) -> list[float]:
+def kills(monkeypatch: pytest.MonkeyPatch, seeds: range, folder: Path, within: float = 2.5) -> list[float]:
     seconds = []
     for seed in seeds:
-        event = happens(signal.SIGKILL, seed, folder / str(seed), within)
+        event = happens(monkeypatch, signal.SIGKILL, seed, folder / str(seed), within)
         assert event.code == 128 + signal.SIGKILL, event
         seconds.append(event.check("PeerLostError"))
     return seconds
 
 
-def stops(seeds: range, folder: Path) -> list[float]:
+def stops(monkeypatch: pytest.MonkeyPatch, seeds: range, folder: Path) -> list[float]:
     seconds = []
     for seed in seeds:
-        event = happens(signal.SIGSTOP, seed, folder / str(seed))
+        event = happens(monkeypatch, signal.SIGSTOP, seed, folder / str(seed))
         assert event.code == 1, event  # of a rank that gave up
         seconds.append(event.check("CollectiveTimeoutError"))
     return seconds
@@ -121,19 +117,19 @@ def told(what: str, seconds: list[float]) -> str:
     return f"{len(seconds)} {what}: the last survivor raised after {median:.2f} s, at most {most:.2f}"
 
 
-def test_deaths(tmp_path: Path) -> None:
-    print(told("kills", kills(range(4), tmp_path)))
+def test_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    print(told("kills", kills(monkeypatch, range(4), tmp_path)))
 
 
-def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
-    print(told("stops", stops(range(1), tmp_path)))
+def test_a_rank_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    print(told("stops", stops(monkeypatch, range(1), tmp_path)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("piece", range(8))
-def test_two_hundred_deaths(piece: int, tmp_path: Path) -> None:
-    seconds = kills(range(1000 + 25 * piece, 1025 + 25 * piece), tmp_path)
+def test_two_hundred_deaths(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = kills(monkeypatch, range(1000 + 25 * piece, 1025 + 25 * piece), tmp_path)
     print(told("kills", seconds))
     assert max(seconds) < PROMISED
 
@@ -141,8 +137,8 @@ def test_two_hundred_deaths(piece: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("piece", range(5))
-def test_fifty_stops(piece: int, tmp_path: Path) -> None:
-    seconds = stops(range(2000 + 10 * piece, 2010 + 10 * piece), tmp_path)
+def test_fifty_stops(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = stops(monkeypatch, range(2000 + 10 * piece, 2010 + 10 * piece), tmp_path)
     print(told("stops", seconds))
     assert max(seconds) < DEADLINE + PROMISED
 
@@ -154,6 +150,6 @@ def test_deaths_in_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     seconds = []
     for seed in range(3000, 3008):
         monkeypatch.setenv("MGPU_CACHE", str(tmp_path / f"cache {seed}"))
-        seconds += kills(range(seed, seed + 1), tmp_path, within=10.0)
+        seconds += kills(monkeypatch, range(seed, seed + 1), tmp_path, within=10.0)
     print(told("kills", seconds))
     assert max(seconds) < PROMISED
