@@ -364,6 +364,30 @@ def test_a_rank_killed_while_others_meet(make, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [unix, tcp])
+def test_rank_0_killed_while_others_wait_for_the_rest(make, monkeypatch):
+    places, there, killed = make(4), threading.Semaphore(0), []
+    welcome = rendezvous.Star.welcome
+
+    def note(star, deadline):
+        there.release()
+        welcome(star, deadline)
+
+    monkeypatch.setattr(rendezvous.Star, "welcome", note)
+    with process(places[0]) as victim:
+
+        def kill():
+            for _ in range(2):
+                assert there.acquire(timeout=30)  # and rank 3 never comes
+            killed.append(time.monotonic())
+            victim.kill()
+
+        results = together([lambda: meet(places[1]), lambda: meet(places[2]), kill])
+        for result in results[:2]:
+            assert type(result) is PeerLostError and "rank 0 was lost" in str(result)
+        assert time.monotonic() - killed[0] < 1.5
+
+
+@pytest.mark.parametrize("make", [unix, tcp])
 @pytest.mark.parametrize("doing", ["sleeps", "exchanges"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_killed_during_an_exchange(make, doing, victim):
