@@ -64,7 +64,7 @@ def spawn(
     packed = _pack(fn, args, backend, timeout)
     with ExitStack() as stack:
         job = stack.enter_context(open(os.memfd_create("job"), "wb"))
-        job.write(packed)
+        job.write(pickle.dumps(sys.path) + packed)
         job.flush()
         stack.enter_context(_dying_cleanly())
         ranks = Ranks(nprocs)
@@ -78,8 +78,7 @@ def spawn(
 
 
 def _pack(fn: Callable[..., Any], args: Sequence[Any], backend: str, timeout: float) -> bytes:
-    """Everything a rank needs, with what it needs to read that before it; and the main module's place only where fn or
-    args refer to it."""
+    """Everything a rank needs; and the main module's place only where fn or args refer to it."""
     from multiprocessing.spawn import get_preparation_data
 
     try:
@@ -100,7 +99,7 @@ def _pack(fn: Callable[..., Any], args: Sequence[Any], backend: str, timeout: fl
         main = {name: value for name, value in main.items() if name not in ("authkey", "start_method")}
     module = sys.modules.get(getattr(fn, "__module__", ""))
     place = (module.__name__, module.__file__) if module and getattr(module, "__file__", None) else None
-    return pickle.dumps(sys.path) + pickle.dumps((main, place, work, backend, timeout))
+    return pickle.dumps((main, place, work, backend, timeout))
 
 
 def _start(ranks: Ranks, job: int, backend: str) -> Connection:
