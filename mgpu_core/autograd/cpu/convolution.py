@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ def conv2d_input_gradient(g: Array, weight: Array, shape: tuple[int, ...], strid
         places = gradients[part].reshape(-1, g.shape[1])
         for block, first, columns in _blocks(len(dx[part]), g.shape[2:], matrix.shape[1], g.dtype):
             np.matmul(places[block], matrix, out=columns)
-            _scatter_columns(columns, dx[part], first, g.shape[2:], weight.shape[2:], stride, padding)
+            _scatter_columns(dx[part], columns, first, g.shape[2:], weight.shape[2:], stride, padding)
 
     share_products(work, n, g.size * matrix.shape[1])
     return channels_first(dx)
@@ -95,53 +95,50 @@ def _add_to_rows(x: Array, row: Array) -> None:
             x[r, c] += row[c]
 
 
-# In both, a row of the window is contiguous in the image, and is cut where it reaches over an edge
+@jit
+def _gather(pixels: Array, cells: Array, before: int) -> None:
+    if len(pixels) < len(cells):
+        cells[:] = 0
+    to = cells[before : before + len(pixels)]
+    for q in range(len(pixels)):
+        to[q] = pixels[q]
 
 
 @jit
-def _gather_columns(
-    images: Array, columns: Array, first: int, size: Pair, window: Pair, stride: Pair, padding: Pair
-) -> None:
-    _, height, width, channels = images.shape
-    pixels, cells = images.reshape(images.size), columns.reshape(columns.size)
-    whole = window[1] * channels
-    cell = 0
-    for line in range(first, first + columns.shape[0] // size[1]):
-        n, top = line // size[0], line % size[0] * stride[0] - padding[0]
-        for j in range(size[1]):
-            left = j * stride[1] - padding[1]
-            begin, end = max(left, 0), min(left + window[1], width)
-            before, span = (begin - left) * channels, max(end - begin, 0) * channels
-            for row in range(top, top + window[0]):
-                to = cells[cell : cell + whole]
-                cell += whole
-                if row < 0 or row >= height or span < whole:
-                    to[:] = 0
-                if 0 <= row < height:
-                    pixel = ((n * height + row) * width + begin) * channels
-                    to, source = to[before : before + span], pixels[pixel : pixel + span]
-                    for q in range(span):
-                        to[q] = source[q]
+def _scatter(pixels: Array, cells: Array, before: int) -> None:
+    source = cells[before : before + len(pixels)]
+    for q in range(len(pixels)):
+        pixels[q] += source[q]
 
 
-@jit
-def _scatter_columns(
-    columns: Array, images: Array, first: int, size: Pair, window: Pair, stride: Pair, padding: Pair
-) -> None:
-    _, height, width, channels = images.shape
-    pixels, cells = images.reshape(images.size), columns.reshape(columns.size)
-    whole = window[1] * channels
-    cell = 0
-    for line in range(first, first + columns.shape[0] // size[1]):
-        n, top = line // size[0], line % size[0] * stride[0] - padding[0]
-        for j in range(size[1]):
-            left = j * stride[1] - padding[1]
-            begin, end = max(left, 0), min(left + window[1], width)
-            before, span = (begin - left) * channels, max(end - begin, 0) * channels
-            for row in range(top, top + window[0]):
-                if 0 <= row < height:
+def _over_columns(gather: bool) -> Callable[[Array, Array, int, Pair, Pair, Pair, Pair], None]:
+    """The kernel that copies images into their columns, or adds columns to the images. A row of a window is contiguous
+    in both: its cells, of which `before` ones lie over the image's edge, and then those that stand for its pixels."""
+
+    @jit
+    def kernel(
+        images: Array, columns: Array, first: int, size: Pair, window: Pair, stride: Pair, padding: Pair
+    ) -> None:
+        _, height, width, channels = images.shape
+        pixels, cells = images.reshape(images.size), columns.reshape(columns.size)
+        whole = window[1] * channels
+        cell = 0
+        for line in range(first, first + columns.shape[0] // size[1]):
+            n, top = line // size[0], line % size[0] * stride[0] - padding[0]
+            for j in range(size[1]):
+                left = j * stride[1] - padding[1]
+                begin, end = max(left, 0), min(left + window[1], width)
+                before, span = (begin - left) * channels, max(end - begin, 0) * channels
+                for row in range(top, top + window[0]):
                     pixel = ((n * height + row) * width + begin) * channels
-                    to, source = pixels[pixel : pixel + span], cells[cell + before : cell + before + span]
-                    for q in range(span):
-                        to[q] += source[q]
-                cell += whole
+                    inside = span if 0 <= row < height else 0
+                    if gather:
+                        _gather(pixels[pixel : pixel + inside], cells[cell : cell + whole], before)
+                    else:
+                        _scatter(pixels[pixel : pixel + inside], cells[cell : cell + whole], before)
+                    cell += whole
+
+    return kernel
+
+
+_gather_columns, _scatter_columns = _over_columns(True), _over_columns(False)
