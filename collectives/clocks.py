@@ -66,7 +66,7 @@ class Clocks:
 
     def _play(self) -> None:
         """Let each rank go on as far as it can, in turn, until all are through or none can."""
-        rows, ranks = self._rows, range(self.program.size)
+        rows, ranks = list(self._rows), range(self.program.size)  # views of the rows, made once
         lengths, first_row, turns_a_slice = (
             self._lengths.tolist(),
             self._first_row.tolist(),
@@ -87,7 +87,7 @@ class Clocks:
                     row = first_row[rank] + taken[rank] + 1
                     peer, lag, time, its_row = what[rank][turn]
                     if peer is None or slice_ < lag:
-                        rows[row] = entered if taken[rank] == 0 else rows[row - 1]
+                        rows[row][:] = entered if taken[rank] == 0 else rows[row - 1]
                     else:
                         time += (slice_ - lag) * lengths[peer]
                         if done[peer] < time:

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -115,14 +116,17 @@ def _flaw(instruction: Instruction, rank: int, program: Program, signals: Counte
         case Move(chunk, dsts, srcs, raw):
             if not 0 <= chunk < program.chunks:
                 return f"there are {program.chunks} chunks"
-            if not srcs or not dsts or len(raw) != len(srcs) or len(set(dsts)) != len(dsts):
+            if not srcs or not dsts or len(raw) != len(srcs) or len(dsts) > 1 and len(set(dsts)) < len(dsts):
                 return "a move has sources, each with its flag `raw`, and distinct destinations"
             if len(srcs) > 1 and not program.contract.reduces:
                 return f"{program.collective} reduces nothing"
-            flaws = (
-                _flaw_of_place(ref, chunk, rank, program, entered, k >= len(srcs)) for k, ref in enumerate(srcs + dsts)
-            )
-            return next((flaw for flaw in flaws if flaw), None)
+            for ref in srcs:
+                if flaw := _flaw_of_place(ref, chunk, rank, program, entered, written=False):
+                    return flaw
+            for ref in dsts:
+                if flaw := _flaw_of_place(ref, chunk, rank, program, entered, written=True):
+                    return flaw
+            return None
 
 
 def _flaw_of_place(ref: Ref, chunk: int, rank: int, program: Program, entered: bool, written: bool) -> str | None:
@@ -308,7 +312,8 @@ def _require(orders: list[tuple[Point, Point, Ref]], data: _Dataflow, clocks: Cl
     """In each slice, the later access must know of the earlier, which came `apart` slices before."""
     if not orders:
         return
-    rank, step, peer, its_step = np.array([(*later, *earlier) for later, earlier, _ in orders], dtype=np.int64).T
+    points = chain.from_iterable(later + earlier for later, earlier, _ in orders)
+    rank, step, peer, its_step = np.fromiter(points, np.int64, 4 * len(orders)).reshape(-1, 4).T
     for slice_ in range(apart, clocks.slices):
         known = clocks.know(rank, slice_, step, peer, slice_ - apart, its_step)
         if not known.all():
