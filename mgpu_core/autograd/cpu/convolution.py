@@ -111,7 +111,7 @@ def _scatter(pixels: Array, cells: Array, before: int) -> None:
         pixels[q] += source[q]
 
 
-def _over_columns(gather: bool) -> Callable[[Array, Array, int, Pair, Pair, Pair, Pair], None]:
+def _over_columns(gather: bool) -> Callable[..., None]:
     """The kernel that copies images into their columns, or adds columns to the images. A row of a window is contiguous
     in both: its cells, of which `before` ones lie over the image's edge, and then those that stand for its pixels."""
 
