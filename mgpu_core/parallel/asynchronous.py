@@ -294,8 +294,9 @@ class Asynchronous:
         optimizer: as for `ParameterStore`.
         bound: stale-synchronous (Ho et al., "More effective distributed machine learning via a stale synchronous
             parallel parameter server", 2013): a worker whose pushes are more than this ahead of the slowest worker's
-            waits for it in `pull`; nobody else waits, nor anybody for a worker that has no batch left. None: nobody
-            ever waits.
+            waits for it in `pull`; nobody else waits, nor anybody for a worker that has no batch left. That evens out
+            delays that come and go; a worker that is always slower slows the others down to its pace in the end.
+            None: nobody ever waits.
         delay_compensation: as for `ParameterStore`.
         staleness_aware: divide the learning rate of a push by its staleness, where that is above 1 (Zhang et al.,
             "Staleness-aware async-SGD for distributed deep learning", 2016).
@@ -351,7 +352,7 @@ class Asynchronous:
             with loader.epoch(epoch, steps=self._draw(stop)) as batches:
                 yield from batches
         finally:
-            self.comm.fetch_add(self._clock, self._round - self._clock.item(), self.comm.rank)
+            self._clock[0] = self._round  # also where the communicator has failed
         self.meet()
 
     def _draw(self, stop: int) -> Iterator[int]:
