@@ -258,6 +258,32 @@ def test_delay_compensation_is_the_papers(size):
 
 
 @scenario
+def aware(comm):
+    """All pull, rank 0 pushes nothing three times, rank 1 pushes ones: how stale that is, and what it changes."""
+    model = Asynchronous(network(), comm, OPTIMIZERS["SGD"], staleness_aware=True)
+    model.pull()
+    before = model.model[0].weight.data.copy()
+    comm.barrier()
+    if comm.rank == 0:
+        for _ in range(3):
+            model.push(lr=0.3)
+    comm.barrier()
+    stale = 3
+    if comm.rank == 1:
+        for parameter in model.model.parameters():
+            parameter.grad = np.ones_like(parameter.data)
+        stale = model.push(lr=0.3)
+    model.meet()
+    return stale, np.max(abs(before - model.model[0].weight.data - 0.1))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_push_that_is_three_updates_late_counts_a_third(size):
+    for stale, difference in results(size)["aware"]:
+        assert stale == 3 and difference < 1e-15
+
+
+@scenario
 def refused(comm):
     told = []
     for attempt in (
