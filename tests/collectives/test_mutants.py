@@ -334,8 +334,11 @@ def mutant_traces(collective: str, algorithm: str, size: int) -> Iterator[tuple[
 @pytest.mark.parametrize("memory", ["symmetric", "staged"])
 @pytest.mark.parametrize(
     ("collective", "algorithm", "size"),
-    [("all_reduce", "ring", 3), ("all_reduce", "two_shot", 3), ("all_gather", "bruck", 3), ("reduce", "tree", 3)],
-)
+    [
+        ("all_reduce", "ring", 3), ("all_reduce", "two_shot", 3), ("all_gather", "bruck", 3), ("reduce", "tree", 3),
+        ("broadcast", "chain", 3), ("scatter", "direct", 3), ("gather", "direct", 3), ("all_to_all", "bruck", 2),
+    ],
+)  # fmt: skip
 def test_every_slip_of_an_algorithm_is_refused_or_right(
     collective: str, algorithm: str, size: int, memory: Memory
 ) -> None:
@@ -385,3 +388,42 @@ def test_a_lowering_that_forgets_something_is_found_out(monkeypatch: pytest.Monk
 
             patch.setattr(synchronise, "_conflicts", forgetful)
             assert refused(*example)
+
+
+def slips_of_an_edge(edge: Any) -> Iterator[tuple[str, list[Any]]]:
+    yield "forgotten", []
+    yield "a slice later", [edge._replace(lag=edge.lag + 1)]
+    if edge.after > 0:
+        yield "a Move too early", [edge._replace(after=edge.after - 1)]
+
+
+@pytest.mark.parametrize("memory", ["symmetric", "staged"])
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "size"),
+    [
+        ("all_reduce", "ring", 2), ("all_reduce", "two_shot", 3), ("all_reduce", "double_tree", 3),
+        ("reduce", "tree", 3), ("broadcast", "chain", 3), ("all_gather", "bruck", 3), ("reduce_scatter", "ring", 3),
+        ("gather", "direct", 3), ("scatter", "direct", 3), ("all_to_all", "bruck", 2), ("send_recv", "direct", 2),
+    ],
+)  # fmt: skip
+def test_every_slip_in_one_order_is_refused_or_right(
+    collective: str, algorithm: str, size: int, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The orders that the lowering derives, each in turn forgotten or asked for too weakly."""
+    edges = synchronise._edges
+    derived: list[Any] = []
+    monkeypatch.setattr(synchronise, "_edges", lambda *plan: derived.extend(edges(*plan)) or edges(*plan))
+    build(collective, algorithm, size, memory=memory)
+    refused = 0
+    for k, edge in enumerate(derived):
+        for what, slip in slips_of_an_edge(edge):
+            mutant_edges = [*derived[:k], *slip, *derived[k + 1 :]]
+            monkeypatch.setattr(synchronise, "_edges", lambda *plan, edges=mutant_edges: edges)
+            mutant = build(collective, algorithm, size, memory=memory)
+            try:
+                verify(mutant)
+            except ProgramError:
+                refused += 1
+            else:
+                assert anything_wrong(mutant) is None, f"{edge} {what}"
+    assert refused or not derived
