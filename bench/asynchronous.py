@@ -78,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(comm: Any, modes: Sequence[str], settings: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """One rank. By mode: `seconds` and `accuracy` after each part, and what the mode tells of itself."""
+    """One rank. By mode: `seconds` of each part, `images` and `accuracy` after it, all beginning with what is before
+    the first part, and what the mode tells of itself."""
     from mgpu_core.autograd.memory import keep_freed_memory
 
     keep_freed_memory()
@@ -199,8 +200,7 @@ class Training:
 
     def go(self, mode: Iterator[dict[str, Any]]) -> dict[str, Any]:
         """Train to the end. Times are from all ranks' start of a part to this rank's end of it."""
-        found: dict[str, Any] = {"seconds": [], "accuracy": [], "images": []}
-        self.twin.zero_grad()
+        found: dict[str, Any] = {"seconds": [0.0], "accuracy": [self.accuracy()], "images": [0]}
         for epoch, _, last in self.parts():
             self.comm.barrier()
             began = time.perf_counter()
@@ -224,15 +224,15 @@ class Training:
 
 
 def summarise(by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """By mode: `seconds` since its beginning, `images` and `accuracy` at the end of each part, images a second, the
-    staleness of all pushes, the last shares, and the accuracy when the fastest mode had finished.
+    """By mode: `seconds` since its beginning, `images` and `accuracy` there and at the end of each part, images a
+    second, the staleness of all pushes, the last shares, and the accuracy when the fastest mode had finished.
     """
     found: dict[str, dict[str, Any]] = {}
     for mode, first in by_rank[0].items():
         taken = np.max([rank[mode]["seconds"] for rank in by_rank], axis=0)
         row = {"seconds": np.cumsum(taken).tolist(), "images": first["images"], "accuracy": first["accuracy"]}
-        # The first part compiles kernels and is left out, where there is another.
-        some = slice(1, None) if len(taken) > 1 else slice(None)
+        # Before the first part there is no time; and it compiles kernels, and is left out where there is another.
+        some = slice(2 if len(taken) > 2 else 1, None)
         row["images_per_second"] = float(np.diff(row["images"], prepend=0)[some].sum() / taken[some].sum())
         row["shares"] = first.get("shares")
         counts: dict[int, int] = {}

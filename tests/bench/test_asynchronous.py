@@ -8,30 +8,40 @@ from bench import asynchronous
 
 RANKS = [
     {
-        "sync": {"seconds": [9.0, 4.0], "images": [100, 200], "accuracy": [0.5, 0.8], "shares": [1, 1]},
-        "async": {"seconds": [3.0, 2.0], "images": [100, 200], "accuracy": [0.4, 0.7], "staleness": {1: 3, 0: 1}},
+        "sync": {"seconds": [0.0, 9.0, 4.0], "images": [0, 100, 200], "accuracy": [0.1, 0.5, 0.8], "shares": [1, 1]},
+        "async": {
+            "seconds": [0.0, 3.0, 2.0],
+            "images": [0, 100, 200],
+            "accuracy": [0.1, 0.4, 0.7],
+            "staleness": {1: 3, 0: 1},
+        },
     },
     {
-        "sync": {"seconds": [8.0, 5.0], "images": [100, 200], "accuracy": [0.5, 0.8], "shares": [1, 1]},
-        "async": {"seconds": [3.0, 2.5], "images": [100, 200], "accuracy": [0.4, 0.7], "staleness": {1: 1, 7: 1}},
+        "sync": {"seconds": [0.0, 8.0, 5.0], "images": [0, 100, 200], "accuracy": [0.1, 0.5, 0.8], "shares": [1, 1]},
+        "async": {
+            "seconds": [0.0, 3.0, 2.5],
+            "images": [0, 100, 200],
+            "accuracy": [0.1, 0.4, 0.7],
+            "staleness": {1: 1, 7: 1},
+        },
     },
 ]
 
 
 def test_a_part_takes_as_long_as_its_slowest_rank_and_pushes_are_counted_together():
     found = asynchronous.summarise(RANKS)
-    assert found["sync"]["seconds"] == [9.0, 14.0] and found["async"]["seconds"] == [3.0, 5.5]
+    assert found["sync"]["seconds"] == [0.0, 9.0, 14.0] and found["async"]["seconds"] == [0.0, 3.0, 5.5]
     assert found["sync"]["images_per_second"] == 20 and found["async"]["images_per_second"] == 40
     assert found["async"]["staleness"] == {0: 1, 1: 4, 7: 1} and found["sync"]["staleness"] is None
     assert found["async"]["accuracy_then"] == 0.7
-    assert found["sync"]["accuracy_then"] == 0.5  # after 5.5 s its first part was not done
+    assert found["sync"]["accuracy_then"] == pytest.approx(0.1 + 0.4 * 5.5 / 9)  # in the middle of its first part
 
 
 def test_the_table_has_a_line_for_each_mode():
     arguments = asynchronous.parser().parse_args(["--slow", "1"])
     lines = list(asynchronous.report(asynchronous.summarise(RANKS), arguments, "pictures"))
     sync, overlapped = (line.split() for line in lines[-2:])
-    assert sync == ["sync", "20", "1.00", "80.00", "50.00", "1.00", ":", "1.00"]
+    assert sync == ["sync", "20", "1.00", "80.00", "34.44", "1.00", ":", "1.00"]
     assert overlapped == ["async", "40", "2.00", "1.83", "7", "70.00", "70.00"]
     assert "none slowed" in lines[0]
 
