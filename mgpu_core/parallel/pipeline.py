@@ -75,7 +75,8 @@ class Pipeline:
         comm: the ranks of the pipeline; None for a single one.
         loss: of the model's outputs for a micro-batch and its targets: the sum over the samples, one element.
         schedule, microbatches: how a batch goes through, and in how many parts; proven here.
-        costs: what each layer costs (see `balance.measure`); those of rank 0 of all replicas count. None: all the same.
+        costs: what each layer costs (see `balance.measure`); those of rank 0 of all replicas count, so ranks of tensor
+            parallelism must give the same ones. None: all the same.
         data: the ranks that hold the same stages in all replicas; None for a single replica.
         bucketing: as for `DataParallel`.
 
