@@ -37,7 +37,7 @@ from mgpu_core.recipes.utterances import STACKED, TrainingUtterances, Utterance,
 from mgpu_core.trainer import CHECKPOINT, METRICS, Trainer
 
 DEFAULTS = {
-    "epochs": 16, "batch": 16, "lr": 3e-3, "seed": 0, "dtype": "float32", "hold_out": None, "size": 96, "layers": 2,
+    "epochs": 24, "batch": 16, "lr": 3e-3, "seed": 0, "dtype": "float32", "hold_out": None, "size": 96, "layers": 2,
     "utterances": 2000,
 }  # fmt: skip
 TEST_UTTERANCES = 400
