@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         PeerLostError,
         ProgramError,
     )
-    from collectives.initialise import init
+    from collectives.initialise import init, init_all
     from collectives.launch import spawn
     from collectives.lowering import build
     from collectives.program import Program
@@ -53,6 +53,7 @@ _HOMES = {
     "PeerLostError": "errors",
     "ProgramError": "errors",
     "init": "initialise",
+    "init_all": "initialise",
     "spawn": "launch",
     "build": "lowering",
     "Program": "program",
@@ -76,6 +77,7 @@ __all__ = [
     "algorithm",
     "build",
     "init",
+    "init_all",
     "predict",
     "premul_sum",
     "spawn",

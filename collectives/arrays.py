@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from collectives.device_arrays import DeviceArray
 from kernels import dtypes, native
 
 Array = npt.NDArray[Any]
@@ -61,17 +62,28 @@ def is_immutable(x: Any) -> bool:
     return _kind(x) == "jax"
 
 
-def address(array: Array) -> int:
+def address(array: Any) -> int:
     """Where a C-contiguous array's data begins."""
     try:
         return _address_of(array)
-    except (ValueError, BufferError):  # a dtype that has no buffer format
+    except (ValueError, BufferError, TypeError):  # a dtype that has no buffer format, or memory of a GPU
+        if isinstance(array, DeviceArray):
+            return array.address
         return int(array.__array_interface__["data"][0])
 
 
-def contiguous(array: Array) -> Array:
+def contiguous(array: Any) -> Any:
     """The array, or a C-contiguous, aligned copy. (NumPy's own function would make a 0-d array one-dimensional.)"""
+    if isinstance(array, DeviceArray):  # which always is
+        return array
     return array if array.flags.c_contiguous and array.flags.aligned else array.copy(order="C")
+
+
+def apart(array: Any) -> Any:
+    """A copy, for a source that lies where the result goes."""
+    if isinstance(array, DeviceArray):
+        raise ValueError("x and out overlap, and neither is the other's part that a call in place has; copy x first")
+    return array.copy()
 
 
 def _kind(x: Any) -> str:

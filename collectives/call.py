@@ -14,8 +14,8 @@ from functools import lru_cache
 
 from collectives.contract import COLLECTIVES
 from kernels.dtypes import DTYPES, OPERATIONS, DType
+from kernels.executor import SIGNATURE_WORDS
 
-SIGNATURE_WORDS = 4
 INTERNAL = 1  # the scale of a call that the package makes for itself, within another
 ORDINARY = -1  # the location of an array outside symmetric memory
 
@@ -51,6 +51,11 @@ class Call:
     scale: int = 0
     counts: tuple[int, ...] | None = None
     algorithm: str | None = None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the call adds anything up."""
+        return COLLECTIVES[self.collective].source is None and self.collective != "barrier"
 
     def signature(self) -> tuple[int, int, int, int]:
         """The words that must be equal on every rank."""

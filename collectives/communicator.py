@@ -289,7 +289,8 @@ class Communicator:
         nbytes = math.prod(dimensions) * kind.itemsize
         with self._lock:
             memory: Array = self._backend.allocate(nbytes)
-        return memory.view(kind.numpy).reshape(dimensions)
+        array: Array = self._backend.present(memory.view(kind.numpy).reshape(dimensions))
+        return array
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> Array:
         """The same, zero: every rank's array is zero before any rank has its own."""
@@ -300,25 +301,27 @@ class Communicator:
 
         When it may be read or written is for the ranks to agree on, by a barrier or a message.
         """
-        view: Array = self._backend.peer_view(arrays.view(x, "x"), self._peer(rank))
+        view: Array = self._backend.peer_view(self._backend.view(x, "x"), self._peer(rank))
         return view
 
     def put(self, x: Any, symmetric: Array, rank: int) -> None:
         """Copy `x` into rank `rank`'s array that corresponds to this rank's `symmetric` (or a view of one): the same
         dtype and element count. That rank knows nothing of it until a `signal`, or another call, says so.
         """
-        target, source = self.peer(symmetric, rank), arrays.view(x, "x")
+        target, source = self.peer(symmetric, rank), self._backend.view(x, "x")
         _check_alike("x", source, "the symmetric array", target)
-        target[...] = source.reshape(target.shape)
+        self._backend.assign(target, source)
 
     def get(self, symmetric: Array, rank: int, out: Any = None) -> Any:
         """A copy of rank `rank`'s array that corresponds to this rank's `symmetric`: a new array, or `out`."""
         source = self.peer(symmetric, rank)
         if out is None:
-            return source.copy()
-        target = arrays.view(out, "out", writable=True)
+            target, result = self._backend.fresh(symmetric, source.shape, source.dtype)
+            self._backend.assign(target, source)
+            return result()
+        target = self._backend.view(out, "out", writable=True)
         _check_alike("out", target, "the symmetric array", source)
-        target[...] = source.reshape(target.shape)
+        self._backend.assign(target, source)
         return out
 
     def signal(self, rank: int) -> None:
@@ -388,7 +391,8 @@ class Communicator:
         arguments = args if x is None else (x, *args)
         with self._lock:
             prepared: Prepared = getattr(self, f"_{collective}")(*arguments, **options)
-            if x is not None and prepared.source is not None and not _lies_where(prepared.source, x):
+            source = None if x is None else prepared.source
+            if source is not None and not _lies_where(source, self._backend.view(x)):
                 raise ValueError(
                     f"a plan reads x where it lies, and this x (shape {np.shape(x)}) would have to be copied: make it "
                     f"C-contiguous, writable for broadcast, and apart from out"
@@ -425,7 +429,7 @@ class Communicator:
     # How arguments become a call
 
     def _all_reduce(self, x: Any, op: Op = "sum", *, out: Any = None, algorithm: str | None = None) -> Prepared:
-        source = arrays.view(x, "x")
+        source = self._backend.view(x, "x")
         target, result = self._target(x, out, source.shape, source.dtype)
         return self._prepared("all_reduce", source, target, result, source.size, op=op, algorithm=algorithm)
 
@@ -445,24 +449,24 @@ class Communicator:
         self._plans[key] = self._backend.plan(prepared.call, x, x)
 
     def _reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None, **terms: Any) -> Prepared:
-        source = arrays.view(x, "x")
+        source = self._backend.view(x, "x")
         target, result = self._target(x, out, source.shape, source.dtype) if self.rank == root else (None, _nothing)
         return self._prepared("reduce", source, target, result, source.size, op=op, root=root, **terms)
 
     def _reduce_scatter(
         self, x: Any, op: Op = "sum", *, out: Any = None, counts: Sequence[int] | None = None, **terms: Any
     ) -> Prepared:
-        source = arrays.view(x, "x")
+        source = self._backend.view(x, "x")
         rows = self._split_rows(source, counts)
         target, result = self._target(x, out, (rows[self.rank], *source.shape[1:]), source.dtype)
         return self._blocks("reduce_scatter", source, target, result, rows, counts, op=op, **terms)
 
     def _broadcast(self, x: Any, *, root: int = 0, **terms: Any) -> Prepared:
         if arrays.is_immutable(x):
-            array = arrays.view(x, "x").copy()
+            array = self._backend.view(x, "x").copy()
             result = partial(arrays.same_kind, x, array)
             return self._prepared("broadcast", array, array, result, array.size, root=root, **terms)
-        array = arrays.contiguous(arrays.view(x, "x", writable=self.rank != root))
+        array = arrays.contiguous(self._backend.view(x, "x", writable=self.rank != root))
         return self._prepared("broadcast", array, array, lambda: x, array.size, root=root, **terms)
 
     def _all_gather(self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None, **terms: Any) -> Prepared:
@@ -482,19 +486,19 @@ class Communicator:
         self, x: Any = None, *, root: int = 0, out: Any = None, counts: Sequence[int] | None = None, **terms: Any
     ) -> Prepared:
         if self.rank == root:
-            source = arrays.view(x, "x")
+            source = self._backend.view(x, "x")
             rows = self._split_rows(source, counts)
             target, result = self._target(x, out, (rows[root], *source.shape[1:]), source.dtype)
             return self._blocks("scatter", source, target, result, rows, counts, root=root, **terms)
         if out is None:
             raise ValueError(f"scatter from rank {root}: rank {self.rank} must give out=, an array to receive into")
-        target = arrays.view(out, "out", writable=True)
+        target = self._backend.view(out, "out", writable=True)
         shaped = target if target.ndim else target.reshape(1)
         rows = [len(shaped)] * self.size if counts is None else self._checked(counts, len(shaped), "out")
         return self._blocks("scatter", None, target, lambda: out, rows, counts, root=root, like=shaped, **terms)
 
     def _all_to_all(self, x: Any, *, out: Any = None, counts: Sequence[int] | None = None, **terms: Any) -> Prepared:
-        source = arrays.view(x, "x")
+        source = self._backend.view(x, "x")
         sent = self._split_rows(source, counts)
         width = math.prod(source.shape[1:])
         if counts is None:
@@ -514,7 +518,7 @@ class Communicator:
         if out is not None and out is not xs:
             raise ValueError("all_reduce of a list: out is the same list, to reduce in place, or None")
         results: list[Any] = list(xs)
-        views = [arrays.view(x, f"x[{i}]", writable=out is not None) for i, x in enumerate(xs)]
+        views = [self._backend.view(x, f"x[{i}]", writable=out is not None) for i, x in enumerate(xs)]
         batches: list[tuple[list[int], Array]] = []
         works = []
         for dtype in dict.fromkeys(view.dtype for view in views):
@@ -575,7 +579,7 @@ class Communicator:
         if source is not None:
             source = arrays.contiguous(source)
             if target is not None and source is not target and not self._in_place(collective, source, target, counts):
-                source = source.copy()
+                source = arrays.apart(source)
         return Prepared(
             make_call(collective, dtype, count, name, root, scale, counts, algorithm), source, target, result
         )
@@ -598,9 +602,8 @@ class Communicator:
     ) -> tuple[Array, Callable[[], Any]]:
         """Where the result goes, and what makes the caller's array of it."""
         if out is None:
-            fresh = np.empty(shape, dtype)
-            return fresh, lambda: arrays.same_kind(like, fresh)
-        target = arrays.view(out, "out", writable=True)
+            return self._backend.fresh(like, shape, dtype)
+        target = self._backend.view(out, "out", writable=True)
         if target.dtype != dtype or target.size != math.prod(shape):
             raise ValueError(
                 f"out has {target.size} elements of {target.dtype} (shape {target.shape}); the result has "
@@ -609,7 +612,7 @@ class Communicator:
         return target, lambda: out
 
     def _own_rows(self, x: Any, counts: Sequence[int] | None) -> tuple[Array, list[int]]:
-        source = arrays.view(x, "x")
+        source = self._backend.view(x, "x")
         source = source if source.ndim else source.reshape(1)
         if counts is None:
             return source, [len(source)] * self.size
@@ -637,10 +640,10 @@ class Communicator:
         return given
 
     def _outgoing(self, x: Any, dst: int, tag: int) -> Message:
-        return arrays.contiguous(arrays.view(x, "x")), self._peer(dst), _tag(tag)
+        return arrays.contiguous(self._backend.view(x, "x")), self._peer(dst), _tag(tag)
 
     def _incoming(self, out: Any, src: int, tag: int) -> Message:
-        return arrays.view(out, "out", writable=True), self._peer(src), _tag(tag)
+        return self._backend.view(out, "out", writable=True), self._peer(src), _tag(tag)
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self.size:
@@ -701,9 +704,9 @@ def _check_alike(name: str, x: Array, other: str, y: Array) -> None:
         raise ValueError(f"{name} has {x.size} elements of {x.dtype}, and {other} {y.size} of {y.dtype}")
 
 
-def _lies_where(array: Array, x: Any) -> bool:
+def _lies_where(array: Array, x: Array) -> bool:
     """Whether `array` is x's own memory, not a copy of it."""
-    return arrays.address(array) == arrays.address(arrays.view(x))
+    return arrays.address(array) == arrays.address(x)
 
 
 def _reduction(op: Op, dtype: DType) -> tuple[str, int]:

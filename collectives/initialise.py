@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from collectives import cgroup, environment, recorder, threads, timeline
 from collectives.backends.base import Backend
@@ -12,11 +18,16 @@ from collectives.backends.checked import Checked
 from collectives.backends.shm import Shm
 from collectives.backends.traced import Traced
 from collectives.communicator import Communicator
+from collectives.errors import CollectiveMismatchError
 from collectives.failure import report_failures
 from collectives.host import Host
+from collectives.place import Place
 from collectives.rendezvous import Meeting, meet
 
-BACKENDS = ("auto", "shm", "sim")
+if TYPE_CHECKING:
+    from kernels.driver import Driver
+
+BACKENDS = ("auto", "shm", "sim", "cuda")
 
 
 def init(
@@ -25,6 +36,7 @@ def init(
     rank: int | None = None,
     size: int | None = None,
     address: str | None = None,
+    device: int | None = None,
     timeout: float = 300.0,
 ) -> Communicator:
     """The communicator of all ranks of this job; every rank calls it once.
@@ -37,39 +49,99 @@ def init(
     MGPU_TIMELINE=FILE writes a timeline of all calls (see `collectives.timeline`). MGPU_DEBUG_RESULTS=1 looks for NaN
     and for results that differ between ranks after every call (see `collectives.backends.checked`).
 
-    backend: "shm", processes on one host that share memory; "auto" chooses it. "sim": the GPU's kernels, in Numba's
-    simulator, on the same memory, for tests (`spawn(..., backend="sim")` sets it up); ImportError where Numba does not
-    simulate.
+    backend, the same on every rank: "shm", processes on one host that share memory. "cuda", a GPU for each of them:
+    number `device` of those that the process sees, or else the rank's number on its host, counted round; arrays of the
+    CPU go as with "shm". "sim": the GPU's kernels, in Numba's simulator, on the host's memory, for tests
+    (`spawn(..., backend="sim")` sets it up); ImportError where Numba does not simulate. "auto": "cuda" where every rank
+    has a GPU and CUDA's Python packages, else "shm".
 
-    Raises ValueError for a wrong argument or environment, CollectiveTimeoutError naming who came and who did not,
-    PeerLostError naming a rank that died meanwhile, MemoryError where the host has too little. Under `mgpu run` and
-    `spawn` a rank's death is seen at once from its first moment on. Other launchers, and whoever gives rank, size and
-    address, cannot be asked about a rank that has not come yet: what is seen at once there is the death of rank 0, and
-    of every rank, once it has come; for one that dies before that, the deadline is the answer.
+    Raises ValueError for a wrong argument or environment, CollectiveMismatchError for backends that differ,
+    CollectiveTimeoutError naming who came and who did not, PeerLostError naming a rank that died meanwhile, MemoryError
+    where the host has too little. Under `mgpu run` and `spawn` a rank's death is seen at once from its first moment on.
+    Other launchers, and whoever gives rank, size and address, cannot be asked about a rank that has not come yet: what
+    is seen at once there is the death of rank 0, and of every rank, once it has come; for one that dies before that,
+    the deadline is the answer.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; there are {', '.join(BACKENDS)}")
     report_failures()
-    engine_class = _engine_class(backend)
-    meeting = meet(environment.place(rank, size, address, timeout=timeout))
+    engine_class = _host_engine(backend)
+    place = environment.place(rank, size, address, timeout=timeout)
+    engine = _join(place, backend, engine_class, partial(_gpu, device))
+    recorder.answer_signals()
+    if notes := timeline.begin(engine.rank):
+        engine = Traced(engine, notes)
+    if os.environ.get("MGPU_DEBUG_RESULTS") == "1" and engine.name != "cuda":
+        engine = Checked(engine)
+    return Communicator(engine)
+
+
+def init_all(devices: Sequence[int], *, timeout: float = 300.0) -> list[Communicator]:
+    """One process with several GPUs: a communicator for each of `devices`, rank by rank. A device may be named several
+    times; its ranks' calls are then one cooperative launch, made by the last of them to call.
+
+    Collectives of GPU arrays may be called from one thread, for one rank after the other, since they do not wait. What
+    waits on the host (empty, barrier, split, signal, messages, arrays of the CPU) needs a thread for each rank.
+
+    Raises ValueError for a device that does not exist, and what `init` raises.
+    """
+    from kernels.driver import Driver
+
+    drivers = {device: Driver(device) for device in dict.fromkeys(devices)}
+    return join_all([drivers[device] for device in devices], timeout)
+
+
+def join_all(drivers: Sequence[Driver], timeout: float) -> list[Communicator]:
+    """A rank for each driver, all in this process."""
+    from collectives.backends.cuda import Cuda, Process
+
+    process, size, address = Process(drivers), len(drivers), f"unix:{secrets.token_hex(16)}"
+
+    def join(rank: int) -> Communicator:
+        place = environment.place(rank, size, address, timeout=timeout)
+        return Communicator(_join(place, "cuda", Shm, lambda control: Cuda(control, drivers[rank], process)))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(join, range(size)))
+
+
+def _join(place: Place, backend: str, engine_class: type[Shm], on_gpu: Callable[[Shm], Backend]) -> Backend:
+    """This rank's engine, when all ranks have met."""
+    meeting = meet(place)
     with ExitStack() as undo:
         undo.callback(meeting.close)
         _share_processors(meeting)
+        backend = _agree(backend, meeting)
         host = Host(meeting)
         undo.callback(host.close)
-        engine = engine_class(host, range(meeting.size), 0, timeout)
+        control = engine_class(host, range(meeting.size), 0, place.timeout)
         meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
+        engine = on_gpu(control) if backend == "cuda" else control
         undo.pop_all()
-    recorder.answer_signals()
-    backend_: Backend = engine
-    if notes := timeline.begin(engine.rank):
-        backend_ = Traced(backend_, notes)
-    if os.environ.get("MGPU_DEBUG_RESULTS") == "1":
-        backend_ = Checked(backend_)
-    return Communicator(backend_)
+    return engine
 
 
-def _engine_class(backend: str) -> type[Shm]:
+def _agree(backend: str, meeting: Meeting) -> str:
+    """The backend that all ranks ask for, chosen where it is "auto"."""
+    gpu = os.path.exists("/dev/nvidiactl") and find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([backend, gpu]).encode())]
+    if len({name for name, _ in answers}) > 1:
+        asked = ", ".join(f"rank {rank} {name}" for rank, (name, _) in enumerate(answers))
+        raise CollectiveMismatchError(f"the ranks ask for different backends: {asked}")
+    if backend != "auto":
+        return backend
+    return "cuda" if all(gpu for _, gpu in answers) and all(peer.local for peer in meeting.peers) else "shm"
+
+
+def _gpu(device: int | None, control: Shm) -> Backend:
+    from collectives.backends.cuda import Cuda
+    from kernels.driver import Driver, devices
+
+    number = control.rank % max(devices(), 1) if device is None else device
+    return Cuda(control, Driver(number))
+
+
+def _host_engine(backend: str) -> type[Shm]:
     if backend == "sim":
         from collectives.backends.sim import Sim
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,18 @@ from kernels.dtypes import DType
 
 Words = npt.NDArray[np.int64]
 LINE = 64
+
+
+def relocate(words: Words, tables: Mapping[int, Words], base: int) -> Words:
+    """A link's or a job's words, and behind them its tables, as one array that is right when it lies at address `base`:
+    the word that a table stands under holds the table's address there."""
+    pieces = [words.copy()]
+    at = len(words)
+    for place, table in tables.items():
+        pieces[0][place] = base + 8 * at
+        pieces.append(table.reshape(-1))
+        at += table.size
+    return np.concatenate(pieces)
 
 
 class Link:
@@ -45,7 +57,9 @@ class Link:
         keep: object = None,
     ) -> None:
         size = len(scratch)
-        tables = [np.array(table, np.int64) for table in (scratch, boards, flags_in, flags_out)]
+        places = (x.LINK_SCRATCH, x.LINK_BOARDS, x.LINK_FLAGS_IN, x.LINK_FLAGS_OUT)
+        given = (scratch, boards, flags_in, flags_out)
+        self.tables = {place: np.array(table, np.int64) for place, table in zip(places, given, strict=True)}
         self.counters = np.zeros((channels, x.COUNTERS + 2 * size), np.int64)
         self.words = np.zeros(x.LINK_WORDS, np.int64)
         self.words[x.LINK_RANK] = rank
@@ -53,15 +67,14 @@ class Link:
         self.words[x.LINK_SLOTS] = slots
         self.words[x.LINK_SLOT_BYTES] = slot_bytes
         self.words[x.LINK_SPINS], self.words[x.LINK_YIELDS] = patience
-        places = (x.LINK_SCRATCH, x.LINK_BOARDS, x.LINK_FLAGS_IN, x.LINK_FLAGS_OUT)
-        for place, table in zip(places, tables, strict=True):
+        self.tables[x.LINK_COUNTERS] = self.counters
+        for place, table in self.tables.items():
             self.words[place] = table.ctypes.data
         self.words[x.LINK_FLAGS_STRIDE] = flags_stride
-        self.words[x.LINK_COUNTERS] = self.counters.ctypes.data
         self.words[x.LINK_FINISHED] = finished
         self.address = int(self.words.ctypes.data)
         self.rank, self.size, self.slots, self.slot_bytes = rank, size, slots, slot_bytes
-        self._keep = tables, keep
+        self._keep = keep
 
     def cell_bytes(self, program: Program) -> int:
         """Bytes of one cell of a scratch slot."""
@@ -137,7 +150,7 @@ class Job:
             )
         self.inputs, self.outputs = np.zeros(link.size, np.int64), np.zeros(link.size, np.int64)
         operands = np.zeros(channels * (2 * link.size + 2), np.int64)
-        tables = {
+        self.tables = {
             x.JOB_CODE: encoded.code,
             x.JOB_LENGTHS: geometry.lengths,
             x.JOB_INPUTS: self.inputs,
@@ -156,12 +169,12 @@ class Job:
         self.words[x.JOB_COMBINE] = combine
         self.words[x.JOB_SCALE] = scale
         self.words[x.JOB_RANKS] = link.size
-        for place, table in tables.items():
+        for place, table in self.tables.items():
             self.words[place] = table.ctypes.data
         self.descriptor = self.words[x.JOB_DESCRIPTOR : x.JOB_DESCRIPTOR + len(descriptor)]
         self.descriptor[:] = descriptor
         self.address = int(self.words.ctypes.data)
-        self._keep = (link, *tables.values())
+        self._keep = link
 
     def restart(self) -> None:
         """Forget how far an unfinished run has come."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from collectives import select
 from collectives.builder import lookup
-from collectives.job import Encoded
+from collectives.call import Call
+from collectives.contract import Geometry, geometry
+from collectives.job import Encoded, Link
 from collectives.lowering import build
 from collectives.verify import verified
 
@@ -18,6 +23,24 @@ def ready(collective: str, algorithm: str, size: int, rank: int, **options: Any)
     Raises ProgramError, on rank 0, for an algorithm that is wrong.
     """
     return _ready(lookup(collective, algorithm), collective, algorithm, size, rank, tuple(sorted(options.items())))
+
+
+def for_call(call: Call, link: Link, memory: str) -> tuple[Encoded, Geometry]:
+    """This rank's part of the program for a call, the shorter one if one slice holds the message; and where the call's
+    chunks lie. Raises as `ready`."""
+    nbytes = call.count * call.dtype.itemsize
+    algorithm = call.algorithm or select.choose(call.collective, link.size, nbytes, memory)
+    for pipelined in (False, True):
+        encoded = ready(
+            call.collective, algorithm, link.size, link.rank,
+            memory=memory, slots=link.slots, root=call.root, pipelined=pipelined,
+        )  # fmt: skip
+        contract = encoded.program.contract
+        counts = call.count if call.counts is None else np.reshape(call.counts, contract.shape)
+        layout = geometry(contract, counts, call.dtype.itemsize)
+        if link.fits_one_slice(encoded.program, layout, call.dtype):
+            break
+    return encoded, layout
 
 
 @lru_cache(maxsize=1024)

@@ -36,7 +36,15 @@ LINK_FLAGS_OUT = 9  # -> address of my flag at each rank, for channel 0
 LINK_FLAGS_STRIDE = 10  # bytes from one channel's flags to the next one's
 LINK_COUNTERS = 11  # -> each channel's counters: COUNTERS + 2 * size words
 LINK_FINISHED = 12  # -> the number of calls that have ended, for others to see
-LINK_WORDS = 13
+LINK_REPORT = 13  # -> REPORT_WORDS words that the host reads (GPU)
+LINK_STOPPED = 14  # not zero: a call has failed, and those after it do nothing (GPU)
+LINK_WORDS = 15
+
+REPORT_STATUS = 0  # a flag: BLOCKED or DIFFERENT, once a call has failed
+REPORT_CALL = 1  # its number
+REPORT_PEER = 2  # whom it waited for
+REPORT_CHANNEL = 3
+REPORT_WORDS = 4
 
 COUNT_CALLS = 0  # collective calls that have ended
 COUNT_SLOT = 1  # the scratch slot of the next call's first slice
@@ -45,6 +53,7 @@ COUNTERS = 2  # then, per rank: signals received in the calls that have ended; p
 PAGES = 16  # descriptors that a board holds: the last calls of its rank
 PAGE_BYTES = 64
 DESCRIPTOR_WORDS = 7  # after the page's first word, the call's number, which is a flag
+SIGNATURE_WORDS = 4  # of them, that must be equal on every rank
 
 # The job: one call's arguments, and the executor's place in it.
 JOB_LINK = 0  # ->
@@ -63,7 +72,8 @@ JOB_SCALE = 12  # what premul_sum multiplies by
 JOB_RANKS = 13  # what avg divides by
 JOB_SIGNALS_IN = 14  # -> signals per slice from each rank
 JOB_OPERANDS = 15  # -> room for addresses: 2 * size + 2 words a channel
-JOB_DESCRIPTOR = 16  # DESCRIPTOR_WORDS words
+JOB_ALTERNATIVE = 16  # -> the job to run where the ranks agree in what they call, not in where their arrays lie (GPU)
+JOB_DESCRIPTOR = 17  # DESCRIPTOR_WORDS words
 JOB_PLACE = JOB_DESCRIPTOR + DESCRIPTOR_WORDS  # for each channel: PLACE_WORDS words
 PLACE_PC = 0
 PLACE_SLICE = 1
@@ -286,3 +296,69 @@ def run_channel(job: int, channel: int, channels: int, lane: int, lanes: int) ->
         result = execute(job, channel, channels, lane, lanes)
         if lane == 0:
             store_word(status, result)
+
+
+@portable
+def agreed(job: int, channel: int) -> bool:
+    """Whether all ranks' descriptors of the call that has just turned out DIFFERENT have one signature."""
+    link = load_word(job + 8 * JOB_LINK)
+    call = load_word(counters_of(link, channel) + 8 * COUNT_CALLS) + 1
+    page = (channel * PAGES + call % PAGES) * PAGE_BYTES
+    boards = load_word(link + 8 * LINK_BOARDS)
+    for peer in range(load_word(link + 8 * LINK_SIZE)):
+        theirs = load_word(boards + 8 * peer) + page
+        for i in range(SIGNATURE_WORDS):
+            if load_word(theirs + 8 + 8 * i) != load_word(job + 8 * (JOB_DESCRIPTOR + i)):
+                return False
+    return True
+
+
+@portable
+def give_up(job: int, place: int, channel: int) -> None:
+    """Count a call that went no further than its entry, and be ready to run its job again."""
+    counters = counters_of(load_word(job + 8 * JOB_LINK), channel)
+    store_word(counters + 8 * COUNT_CALLS, load_word(counters + 8 * COUNT_CALLS) + 1)
+    store_word(place + 8 * PLACE_PC, 0)
+    store_word(place + 8 * PLACE_SLICE, 0)
+    store_word(place + 8 * PLACE_ENTERED, 0)
+
+
+@portable
+def report(job: int, place: int, channel: int, status: int) -> None:
+    """Tell the host how a call has failed, and the calls after it to do nothing."""
+    link = load_word(job + 8 * JOB_LINK)
+    words = load_word(link + 8 * LINK_REPORT)
+    store_word(link + 8 * LINK_STOPPED, status)
+    store_word(words + 8 * REPORT_CALL, load_word(counters_of(link, channel) + 8 * COUNT_CALLS) + 1)
+    store_word(words + 8 * REPORT_PEER, load_word(place + 8 * PLACE_PEER))
+    store_word(words + 8 * REPORT_CHANNEL, channel)
+    raise_flag(words + 8 * REPORT_STATUS, status)
+
+
+@portable
+def run_call(job: int, channel: int, channels: int, lane: int, lanes: int) -> None:
+    """What a block of threads does on a GPU, where nobody comes back to a launch: one channel's part of a whole call.
+
+    Ranks that call the same with their arrays in different kinds of places run the alternative. A deadline that has
+    passed (see the target's `doze`) or a mistake is reported to the host.
+    """
+    while job != 0:
+        place = job + 8 * (JOB_PLACE + PLACE_WORDS * channel)
+        if lane == 0:  # for all lanes alike: another channel may fail at this very moment
+            store_word(place + 8 * PLACE_STATUS, load_word(load_word(job + 8 * JOB_LINK) + 8 * LINK_STOPPED))
+        sync()
+        stopped = load_word(place + 8 * PLACE_STATUS)
+        sync()
+        if stopped != 0:
+            return
+        status = execute(job, channel, channels, lane, lanes)
+        alternative = load_word(job + 8 * JOB_ALTERNATIVE)
+        if status != DIFFERENT or not agreed(job, channel):
+            alternative = 0
+        sync()
+        if lane == 0 and alternative != 0:
+            give_up(job, place, channel)
+        elif lane == 0 and status != DONE:
+            report(job, place, channel, status)
+        job = alternative
+        sync()

@@ -69,12 +69,17 @@ def _fingerprint() -> str:
 @cache
 def load(name: str) -> Native:
     """The compiled function `name` (see `kernels.targets.cpu.compile_function`), compiling it if need be."""
+    return _link(name, cached(name, lambda: _compile(name)))
+
+
+def cached(name: str, make: Callable[[], bytes]) -> bytes:
+    """What `make` makes, from the cache folder if it is there; one process of several makes it."""
     path = cache_folder() / name
     code = _read(path)
     if code is None:
         with _only_one(path):
-            code = _read(path) or _compile(name, path)
-    return _link(name, code)
+            code = _read(path) or _keep(path, make())
+    return code
 
 
 # METH_O: the address of an array's data, through the buffer protocol, which checks what the flags demand.
@@ -125,11 +130,14 @@ def _sha256(code: bytes) -> bytes:
     return hashlib.sha256(code).hexdigest().encode()
 
 
-def _compile(name: str, path: Path) -> bytes:
+def _compile(name: str) -> bytes:
     from kernels.targets.cpu import compile_function
 
-    code = compile_function(name)
-    part = path.with_name(f"{name}.{os.getpid()}")
+    return compile_function(name)
+
+
+def _keep(path: Path, code: bytes) -> bytes:
+    part = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         part.write_bytes(_sha256(code) + b"\n" + code)
         os.replace(part, path)

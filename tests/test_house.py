@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Imported inside functions, and only where they are needed: they are slow, or not installed. Modules named for one of
 # them are where they live.
 HEAVY = ("numba.cuda", "cupy", "torch", "mpi4py", "nccl", "cuda", "sklearn", "matplotlib")
-DEVICE_MODULES = {"cuda", "sim", "nccl", "mpi", "gloo"}
+DEVICE_MODULES = {"driver", "cuda", "sim", "nccl", "mpi", "gloo"}
 
 
 def name_of(path: Path) -> str:
@@ -121,7 +121,7 @@ def test_what_a_page_tells_the_reader_to_run_or_read_exists(page: Path) -> None:
     text = page.read_text()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     code = " \n".join(re.findall(r"`[^`\n]+`|^    .+|```.*?```", text, re.MULTILINE | re.DOTALL))
-    assert set(re.findall(r"(?<![\w-])make ([a-z]+)", code)) <= targets
+    assert set(re.findall(r"(?<![\w-])make ([a-z-]+)", code)) <= targets
     for command, name in re.findall(r"(?<![\w-])mgpu ([a-z]+)(?: ([a-z_-]+))?", code):
         assert command in cli.COMMANDS or command in cli.GROUPS
         if command in cli.GROUPS and name:

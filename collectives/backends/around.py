@@ -35,6 +35,18 @@ class Around(Backend):
     def peer_view(self, array: Any, rank: int) -> Any:
         return self._inner.peer_view(array, rank)
 
+    def view(self, x: Any, role: str = "the array", writable: bool = False) -> Any:
+        return self._inner.view(x, role, writable)
+
+    def fresh(self, like: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Callable[[], Any]]:
+        return self._inner.fresh(like, shape, dtype)
+
+    def present(self, memory: Any) -> Any:
+        return self._inner.present(memory)
+
+    def assign(self, target: Any, source: Any) -> None:
+        self._inner.assign(target, source)
+
     def signal(self, rank: int) -> None:
         self._inner.signal(rank)
 

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from collectives import arrays
 from collectives.call import Call
 
 
@@ -57,6 +60,23 @@ class Backend(ABC):
     @abstractmethod
     def peer_view(self, array: Any, rank: int) -> Any:
         """The array of `rank` that corresponds to this rank's symmetric `array`."""
+
+    def view(self, x: Any, role: str = "the array", writable: bool = False) -> Any:
+        """The caller's array as this backend takes it: see `collectives.arrays.view`."""
+        return arrays.view(x, role, writable)
+
+    def fresh(self, like: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Callable[[], Any]]:
+        """A new array for a result as this backend takes it, and what makes of it an array like the caller's `like`."""
+        array = np.empty(shape, dtype)
+        return array, lambda: arrays.same_kind(like, array)
+
+    def present(self, memory: Any) -> Any:
+        """What a user gets of symmetric memory."""
+        return memory
+
+    def assign(self, target: Any, source: Any) -> None:
+        """Copy one array into another of the same size, as `view` gives them."""
+        target[...] = source.reshape(target.shape)
 
     @abstractmethod
     def signal(self, rank: int) -> None:

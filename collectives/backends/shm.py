@@ -18,11 +18,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from collectives import programs, recorder, select
+from collectives import programs, recorder
 from collectives.arrays import Array, address
 from collectives.backends.base import Backend, Pending
-from collectives.call import INTERNAL, ORDINARY, SIGNATURE_WORDS, Call, describe, make_call
-from collectives.contract import geometry
+from collectives.call import INTERNAL, ORDINARY, Call, describe, make_call
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
 from collectives.host import ARENAS, Birth, Host
@@ -35,7 +34,7 @@ from collectives.stream import EAGER_BYTES, Streams
 from collectives.watch import Watch
 from kernels import native
 from kernels.dtypes import find
-from kernels.executor import DIFFERENT, DONE
+from kernels.executor import DIFFERENT, DONE, SIGNATURE_WORDS
 
 SLOTS = 16
 JOBS = 4096  # kinds of calls whose jobs are kept; the oldest give way
@@ -98,7 +97,7 @@ class Shm(Backend):
 
     def run(self, call: Call, source: Array | None, target: Array | None) -> None:
         if self._unusual:
-            self._check_usable()
+            self.check_usable()
             if self.busy:
                 self.start(call, source, target).wait()
                 return
@@ -113,7 +112,7 @@ class Shm(Backend):
         free.append(job)
 
     def start(self, call: Call, source: Array | None, target: Array | None) -> Pending:
-        self._check_usable()
+        self.check_usable()
         if self._progress is None:
             self._progress = Progress(self)
             self._unusual = True
@@ -123,7 +122,7 @@ class Shm(Backend):
         return self._progress.submit(Queued(call, job, (source, target)), lambda: free.append(job))
 
     def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[..., None]:
-        self._check_usable()
+        self.check_usable()
         start, end = self._addresses(source, target)
         _, job = self._take_job(call, start, end, source, target)
         job.inputs[self.rank], job.outputs[self.rank] = start, end
@@ -131,7 +130,7 @@ class Shm(Backend):
 
         def run(keep: object = None) -> None:
             if self._unusual:
-                self._check_usable()
+                self.check_usable()
                 if self._progress is not None and self._progress.busy:
                     self._progress.submit(Queued(call, job, keep), lambda: None).wait()
                     return
@@ -175,23 +174,12 @@ class Shm(Backend):
     def _make_job(self, call: Call, places: Sequence[tuple[int, int]] | None) -> Job:
         """`places`: where in symmetric memory each rank's arrays are; None if some rank's are elsewhere."""
         memory = "staged" if places is None else "symmetric"
-        nbytes = call.count * call.dtype.itemsize
-        algorithm = call.algorithm or select.choose(call.collective, self.size, nbytes, memory)
-        for pipelined in (False, True):  # the shorter program, if one slice holds the message
-            try:
-                encoded = programs.ready(
-                    call.collective, algorithm, self.size, self.rank,
-                    memory=memory, slots=SLOTS, root=call.root, pipelined=pipelined,
-                )  # fmt: skip
-            except ProgramError as error:  # which rank 0 alone may have found
-                self._refuse(error)
-            contract = encoded.program.contract
-            counts = call.count if call.counts is None else np.reshape(call.counts, contract.shape)
-            layout = geometry(contract, counts, call.dtype.itemsize)
-            if self.link.fits_one_slice(encoded.program, layout, call.dtype):
-                break
+        try:
+            encoded, layout = programs.for_call(call, self.link, memory)
+        except ProgramError as error:  # which rank 0 alone may have found
+            self._refuse(error)
         combine = 0
-        if contract.reduces and call.collective != "barrier":
+        if call.reduces:
             combine = self.load(f"reduce-{call.dtype.name}-{call.op}").address
         job = Job(
             self.link,
@@ -230,7 +218,7 @@ class Shm(Backend):
         assert all(pages)
         words = [page for page in pages if page is not None]
         if len({page[:SIGNATURE_WORDS] for page in words}) > 1:
-            raise CollectiveMismatchError(_disagreement(number, words))
+            raise CollectiveMismatchError(disagreement(number, words))
         places = [(page[5], page[6]) for page in words]
         symmetric = all(ORDINARY not in place for place in places)
         built = {(page[4], ORDINARY in place) for page, place in zip(words, places, strict=True)}
@@ -276,7 +264,8 @@ class Shm(Backend):
         """Whether asynchronous calls are under way."""
         return self._progress is not None and self._progress.busy
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise if this communicator has failed or is closed."""
         if self._failure:
             raise CollectiveError(f"this communicator is of no further use: {self._failure}")
         if self._closed:
@@ -285,7 +274,7 @@ class Shm(Backend):
     # Memory
 
     def allocate(self, nbytes: int) -> Array:
-        answers = self._agree("empty", [nbytes, self._heap.pending()])
+        answers = self.agree("empty", [nbytes, self._heap.pending()])
         if len({size for size, _ in answers}) > 1:
             sizes = ", ".join(f"rank {rank} {size:,}" for rank, (size, _) in enumerate(answers))
             self._refuse(CollectiveMismatchError(f"the ranks allocate different numbers of bytes: {sizes}"))
@@ -310,7 +299,7 @@ class Shm(Backend):
         return array
 
     def peer_view(self, array: Array, rank: int) -> Array:
-        self._check_usable()
+        self.check_usable()
         start = array.__array_interface__["data"][0]
         first, last = byte_bounds(array) if array.size else (start, start)
         offset = self.host.own.owner(first, last - first)
@@ -321,7 +310,7 @@ class Shm(Backend):
         data = self._segments[rank].view(offset, last - first)
         return np.ndarray(array.shape, array.dtype, data, start - first, array.strides)
 
-    def _agree(self, what: str, payload: object) -> list[Any]:
+    def agree(self, what: str, payload: object) -> list[Any]:
         """Every rank's payload, by rank, through JSON. Raises CollectiveMismatchError if not all are in call `what`."""
         answers = [json.loads(answer) for answer in self.gather_bytes(json.dumps([what, payload]).encode())]
         if len({theirs for theirs, _ in answers}) > 1:
@@ -346,7 +335,7 @@ class Shm(Backend):
     # Messages, families, endings
 
     def exchange(self, sends: Sequence[tuple[Array, int, int]], receives: Sequence[tuple[Array, int, int]]) -> None:
-        self._check_usable()
+        self.check_usable()
         try:
             self._streams.exchange(sends, receives)
         except BaseException as error:
@@ -354,11 +343,11 @@ class Shm(Backend):
             raise
 
     def signal(self, rank: int) -> None:
-        self._check_usable()
+        self.check_usable()
         self._signals.send(rank)
 
     def wait_signal(self, rank: int) -> None:
-        self._check_usable()
+        self.check_usable()
         try:
             self._signals.wait(rank)
         except BaseException as error:
@@ -366,11 +355,11 @@ class Shm(Backend):
             raise
 
     def fetch_add(self, word: Array, value: int, rank: int) -> int:
-        self._check_usable()
+        self.check_usable()
         return native.load("fetch_add").call(self._word(word, rank), value)
 
     def acquire(self, lock: Array, rank: int) -> None:
-        self._check_usable()
+        self.check_usable()
         take, place = native.load("acquire").call, self._word(lock, rank)
         if take(place, self.rank + 1, *self.patience) == DONE:
             return
@@ -389,7 +378,7 @@ class Shm(Backend):
         native.load("release").call(self._word(lock, rank))
 
     def wait_until(self, word: Array, value: int, rank: int) -> None:
-        self._check_usable()
+        self.check_usable()
         view = self.peer_view(word, rank)
         if view.item() >= value:
             return
@@ -406,7 +395,7 @@ class Shm(Backend):
             raise
 
     def check(self, ranks: Sequence[int]) -> None:
-        self._check_usable()
+        self.check_usable()
         try:
             with Watch(self, lambda: "check") as watch:
                 watch.look(ranks, str)
@@ -421,7 +410,7 @@ class Shm(Backend):
 
     def split(self, color: int | None, key: int) -> Shm | None:
         mine = {"color": color, "key": key, "free": sorted(self.host.free_arenas), "vacated": self.host.vacated()}
-        answers = self._agree("split", mine)
+        answers = self.agree("split", mine)
         free = self._settle_arenas(answers)
         self._splits += 1
         family = [rank for rank in range(self.size) if answers[rank]["color"] == color]
@@ -492,7 +481,8 @@ def patience(size: int) -> tuple[int, int]:
     return (20, 50) if crowded else (300, 50)
 
 
-def _disagreement(number: int, words: Sequence[tuple[int, ...]]) -> str:
+def disagreement(number: int, words: Sequence[tuple[int, ...]]) -> str:
+    """Who called what, from the ranks' descriptors of one call."""
     groups: dict[str, list[int]] = {}
     for rank, page in enumerate(words):
         groups.setdefault(describe(page), []).append(rank)

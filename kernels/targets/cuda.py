@@ -1,6 +1,6 @@
 """CUDA: bodies for the primitives, and compiling to PTX and to machine code. None of it needs a GPU or a driver.
 
-A block of threads runs one channel, its threads are the lanes (`kernels.executor.run_channel`). Lanes move 16 bytes
+A block of threads runs one channel, its threads are the lanes (`kernels.executor.run_call`). Lanes move 16 bytes
 at a time where all addresses allow it; elements must be aligned to their own size. Additions and multiplications stay
 apart (no fused multiply-add), so that the results are the CPU's, bit for bit, but for which NaN a NaN is.
 """
@@ -22,13 +22,12 @@ from numba.cuda.extending import intrinsic, register_model
 
 from kernels import elementwise, executor
 from kernels.dtypes import DType, find
+from kernels.grid import LONG_NS, MOST_LANES, PATIENCE_NAPS, PATIENCE_STOP, SHORT_NAPS, SHORT_NS
 from kernels.portable import bind
 from kernels.targets.groups import Vector, group_bodies
 from kernels.targets.vector import Group
 
-MOST_LANES = 512  # threads of a block, at most
 _VECTOR = 16  # bytes that a lane loads or stores at once
-_NAP_NS = 500
 
 _I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _OPTIONS = {"opt": 3, "fma": False}
@@ -96,20 +95,39 @@ def raise_flag(typing, flag, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def nap(typing):  # type: ignore[no-untyped-def]
+def nap(typing, nanoseconds):  # type: ignore[no-untyped-def]
     def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
-        _assembly(b, "nanosleep.u32 $0;", "r", ir.VoidType(), ir.Constant(_I32, _NAP_NS))
+        _assembly(b, "nanosleep.u32 $0;", "r", ir.VoidType(), b.trunc(args[0], _I32))
         return context.get_dummy_value()
 
-    return types.none(), codegen
+    return types.none(types.int64), codegen
+
+
+@intrinsic
+def clock(typing):  # type: ignore[no-untyped-def]
+    """Nanoseconds, by a clock that goes on while the thread sleeps."""
+
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        return _assembly(b, "mov.u64 $0, %globaltimer;", "=l", _I64)
+
+    return types.int64(), codegen
 
 
 @_jit
 def doze(round, flag, seen, spins, yields):  # type: ignore[no-untyped-def]
-    # Nobody can wake a thread here: `yields` counts the naps after which it gives up.
-    if round >= spins:
-        nap()
-    return round < spins + yields
+    # Nobody can wake a thread here. Looks follow each other at once, then after short naps, then after long ones of
+    # known length, which count towards the deadline; the host may end the wait before. See PATIENCE_WORDS.
+    if round < spins:
+        return True
+    if round < spins + SHORT_NAPS:
+        nap(SHORT_NS)
+        return True
+    begun = clock()
+    while clock() - begun < LONG_NS:
+        nap(LONG_NS // 4)
+    if load_acquire(yields + 8 * PATIENCE_STOP) != 0:
+        return False
+    return round - spins - SHORT_NAPS < load_word(yields + 8 * PATIENCE_NAPS)
 
 
 @_jit
@@ -241,8 +259,8 @@ class Kernel:
 def compile_kernel(dtype: str, operation: str, architecture: tuple[int, int]) -> Kernel:
     """The kernel that runs jobs whose reductions are of one dtype and operation, for one compute capability.
 
-    Its argument is the job's address; its grid: channels; its block: up to `MOST_LANES` lanes. See
-    `kernels.executor.run_channel`.
+    Its argument is the address of a table of jobs, one for each rank that takes part in the launch; its grid: channels
+    by ranks; its block: up to `MOST_LANES` lanes. See `kernels.executor.run_call`.
     """
     modules = _executor() + _combine(dtype, operation)
     ptx = nvvm.compile_ir(modules, arch="compute_{}{}".format(*architecture), **_OPTIONS)
@@ -252,11 +270,12 @@ def compile_kernel(dtype: str, operation: str, architecture: tuple[int, int]) ->
 @cache
 def _executor() -> list[str]:
     """LLVM modules of the kernel, but for the reduction."""
-    run = bind(executor.run_channel, PRIMITIVES, _jit)
+    run = bind(executor.run_call, PRIMITIVES, _jit)
     integer = types.int64
 
-    def block(job):  # type: ignore[no-untyped-def]
+    def block(jobs):  # type: ignore[no-untyped-def]
         channel, channels = integer(cuda.blockIdx.x), integer(cuda.gridDim.x)
+        job = load_word(jobs + 8 * integer(cuda.blockIdx.y))
         run(job, channel, channels, integer(cuda.threadIdx.x), integer(cuda.blockDim.x))
 
     result = _lower(block, types.void, (integer,))

@@ -71,7 +71,8 @@ def test_ptx_has_one_entry_and_what_the_primitives_ask_for(name: str, architectu
     assert ".target sm_{}{}\n".format(*architecture) in ptx
     assert re.findall(r"\.entry (\w+)", ptx) == ["execute"] and ".extern" not in ptx
     assert f".maxntid {cuda.MOST_LANES}" in ptx
-    for instruction in ("ld.acquire.sys.global.u32", "st.release.sys.global.u32", "nanosleep.u32", "bar.sync"):
+    flags = ("ld.acquire.sys.global.u32", "st.release.sys.global.u32")
+    for instruction in (*flags, "nanosleep.u32", "globaltimer", "bar.sync"):
         assert instruction in ptx
     for instruction in ("ld.global.v4.b32", "st.global.v4.b32"):
         assert ptx.count(instruction) > 5  # the copy has five, the reduction the rest

@@ -1,0 +1,310 @@
+"""Whether the kernels do on this machine's GPUs what they do on the CPU: every program, dtype and operation.
+
+    make gpu-check                      # or python -m bench.gpu_check [--ranks 2 4 8] [--json FILE] [--minutes 10]
+    python -m bench.gpu_check --sim     # the same logic in CUDA's simulator, few cases: no GPU needed
+
+Ranks are processes, that share a GPU where there are fewer GPUs than ranks. Prints a table and writes JSON. The exit
+code is 0 when all is right, 1 for any wrong byte or failure, and 2 where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives
+from collectives import Communicator
+from collectives.builder import algorithms
+from collectives.contract import COLLECTIVES
+from collectives.device_arrays import DeviceArray
+from collectives.initialise import BACKENDS
+from kernels.dtypes import DTYPES, find
+
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+SPLIT = ("reduce_scatter", "scatter", "all_to_all")  # x has a block for each rank
+REPLAYS = 20
+BIG = 256 << 20  # bytes of the timed messages
+
+
+class Case(NamedTuple):
+    """One call: its data are drawn from its number."""
+
+    number: int
+    collective: str
+    algorithm: str
+    dtype: str
+    op: str
+    rows: int
+    symmetric: bool
+
+
+@dataclass
+class Row:
+    """One line of the table. `wrong`: cases that gave other bytes than the CPU; -1 for a check that was not run."""
+
+    check: str
+    ranks: int
+    cases: int
+    wrong: int
+    seconds: float
+    note: str = ""
+
+
+def cases(thorough: bool) -> list[Case]:
+    """Every program with every dtype and operation; or every program once, and every dtype and operation once."""
+    found: list[Case] = []
+    pick = random.Random(0)
+    for collective, terms in COLLECTIVES.items():
+        if collective in ("send_recv", "barrier"):
+            continue
+        for name in algorithms(collective):
+            pairs = [(d.name, op) for d in DTYPES for op in (d.operations() if terms.source is None else ("sum",))]
+            for dtype, op in pairs if thorough else [pick.choice(pairs)]:
+                rows = pick.choice([0, 1, 7, 64, 1000, 40_000] if thorough else [0, 1, 7, 64])
+                found.append(Case(len(found), collective, name, dtype, op, rows, pick.random() < 0.5))
+    return found
+
+
+def inputs(case: Case, rank: int, size: int) -> Any:
+    """One rank's contribution: numbers of any magnitude, which every order of adding rounds differently."""
+    generator = np.random.default_rng([case.number, rank])
+    count = case.rows * (size if case.collective in SPLIT else 1)
+    values = generator.standard_normal(count) * 2.0 ** generator.integers(-4, 5, count)
+    kind = find(case.dtype)
+    if kind.kind in ("int", "uint"):
+        return generator.integers(0, 100, count).astype(kind.numpy)
+    return (values > 0 if kind.kind == "bool" else values).astype(kind.numpy)
+
+
+def results(comm: Communicator, given: Sequence[Case]) -> list[str]:
+    """A digest of what each case leaves on this rank."""
+    place: Callable[[Any, bool], Any] = _on_gpu(comm) if comm.backend == "cuda" else lambda values, symmetric: values
+    return [_digest(_run(comm, case, place)) for case in given]
+
+
+def _run(comm: Communicator, case: Case, place: Callable[[Any, bool], Any]) -> Any:
+    kind, size, root = find(case.dtype).numpy, comm.size, case.number % comm.size
+    x = place(inputs(case, comm.rank, size), case.symmetric)
+    rows = {"all_gather": case.rows * size, "gather": case.rows * size, "all_to_all": case.rows * size}
+    has_result = case.collective not in ("reduce", "gather") or comm.rank == root
+    out = place(np.zeros(rows.get(case.collective, case.rows), kind), case.symmetric) if has_result else None
+    options: dict[str, Any] = {"algorithm": case.algorithm}
+    if case.collective in ROOTED:
+        options["root"] = root
+    if COLLECTIVES[case.collective].source is None:
+        options["op"] = collectives.premul_sum(3) if case.op == "premul_sum" else case.op
+    if case.collective == "broadcast":
+        return comm.broadcast(x, **options)
+    if case.collective == "scatter" and comm.rank != root:
+        x = None
+    return getattr(comm, case.collective)(x, out=out, **options)
+
+
+def _digest(array: Any) -> str:
+    if array is None:
+        return ""
+    if isinstance(array, DeviceArray):
+        import cupy
+
+        memory = cupy.asarray(array.view(np.uint8)) if array.size else cupy.empty(0, np.uint8)
+        return hashlib.sha256(cupy.asnumpy(memory).tobytes()).hexdigest()
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def _on_gpu(comm: Communicator) -> Callable[[Any, bool], DeviceArray]:
+    """What puts values into GPU memory, symmetric or not; of any dtype, as bytes."""
+    import cupy
+
+    half = 1 << 22
+    pool: Any = comm.empty(2 * half, np.uint8)
+    used = [0]
+
+    def place(values: Any, symmetric: bool) -> DeviceArray:
+        memory = cupy.empty(max(values.nbytes, 1), cupy.uint8)
+        address = memory.data.ptr
+        if symmetric and values.nbytes <= half:
+            used[0] ^= half  # a call's input and output take turns
+            address = pool.__cuda_array_interface__["data"][0] + used[0]
+        array = DeviceArray(address, values.shape, values.dtype, cupy.cuda.get_current_stream().ptr, (memory, pool))
+        if values.size:
+            cupy.asarray(array.view(np.uint8))[:] = cupy.asarray(values.reshape(-1).view(np.uint8))
+        return array
+
+    return place
+
+
+def compare(backend: str, ranks: int, thorough: bool) -> Row:
+    """Every case on a backend against the CPU's bytes."""
+    begun, given = time.monotonic(), cases(thorough)
+    got = collectives.spawn(results, ranks, (given,), backend=backend)
+    wanted = collectives.spawn(results, ranks, (given,), backend="shm")
+    wrong = [case for case, *both in zip(given, zip(*got), zip(*wanted)) if both[0] != both[1]]
+    note = f"first wrong: {wrong[0]}" if wrong else ""
+    return Row(f"programs, {backend}", ranks, len(given), len(wrong), time.monotonic() - begun, note)
+
+
+def replays(comm: Communicator) -> int:
+    """A captured all-reduce, replayed: how many replays gave a wrong sum."""
+    import cupy
+
+    x, wrong = cupy.ones(1000, np.float32), 0
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        comm.all_reduce(x, out=x)  # compiled and loaded before the capture
+        stream.synchronize()
+        x[:] = 1
+        stream.begin_capture()
+        comm.all_reduce(x, "avg", out=x)
+        graph = stream.end_capture()
+        for replay in range(REPLAYS):
+            x[:] = comm.rank + replay
+            graph.launch(stream)
+            stream.synchronize()
+            wrong += not bool((x == (comm.size - 1) / 2 + replay).all())
+    return wrong
+
+
+def timings(comm: Communicator) -> tuple[float, float]:
+    """Bytes a second of a copy on the device, and of the 2pN bytes of a two-shot all-reduce (p ranks, N bytes)."""
+    import cupy
+
+    x, y = comm.zeros(BIG // 4, np.float32), cupy.zeros(BIG // 4, np.float32)
+
+    def best(work: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(10):
+            comm.barrier()
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(begin, end) / 1000)
+        return min(times)
+
+    copied = best(lambda: y.__setitem__(slice(None), x))
+    reduced = best(lambda: comm.all_reduce(x, out=x, algorithm="two_shot"))
+    return 2 * BIG / copied, 2 * comm.size * BIG / reduced
+
+
+def sanitize(tool: str) -> Row:
+    """The programs once more, under a tool of compute-sanitizer."""
+    begun, program = time.monotonic(), shutil.which("compute-sanitizer")
+    if program is None:
+        return Row(tool, 2, 0, -1, 0.0, "compute-sanitizer is not installed")
+    command = [program, "--tool", tool, "--target-processes", "all", "--error-exitcode", "9"]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "bench.gpu_check", "--ranks", "2", "--programs-only"],
+        capture_output=True,
+        text=True,
+    )
+    note = done.stdout.strip().splitlines()[-1] if done.returncode and done.stdout.strip() else ""
+    return Row(tool, 2, 1, int(done.returncode != 0), time.monotonic() - begun, note)
+
+
+def check(backend: str, ranks: Sequence[int], minutes: float, programs_only: bool) -> list[Row]:
+    """All checks that this backend allows, within the time; the rest say why they were left out."""
+    deadline, rows = time.monotonic() + 60 * minutes, []
+
+    def attempt(name: str, size: int, make: Callable[[], Row]) -> None:
+        if time.monotonic() > deadline:
+            rows.append(Row(name, size, 0, -1, 0.0, f"no time left of {minutes:g} minutes"))
+            return
+        try:
+            rows.append(make())
+        except Exception as error:
+            rows.append(Row(name, size, 1, 1, 0.0, f"{type(error).__name__}: {error}"))
+
+    def replayed(size: int) -> Row:
+        begun = time.monotonic()
+        return Row("graph replay", size, REPLAYS, max(collectives.spawn(replays, size, backend="cuda")),
+                   time.monotonic() - begun)  # fmt: skip
+
+    def timed(size: int) -> Row:
+        begun = time.monotonic()
+        copy, reduce = collectives.spawn(timings, size, backend="cuda")[0]
+        note = f"copy {copy / 1e9:.0f} GB/s, two-shot {reduce / 1e9:.0f} GB/s: {reduce / copy:.0%}"
+        return Row("timings, 256 MiB", size, 1, 0, time.monotonic() - begun, note)
+
+    for size in ranks:
+        attempt("programs", size, partial(compare, backend, size, backend == "cuda" and not programs_only))
+    if backend == "cuda" and not programs_only:
+        attempt("graph replay", 2, lambda: replayed(2))
+        attempt("timings", ranks[0], lambda: timed(ranks[0]))
+        if "nccl" in BACKENDS:
+            attempt("programs, nccl", ranks[0], lambda: compare("nccl", ranks[0], False))
+        for tool in ("memcheck", "racecheck"):
+            attempt(tool, 2, partial(sanitize, tool))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; see the module's text."""
+    parser = argparse.ArgumentParser(prog="gpu-check", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sim", action="store_true", help="in CUDA's simulator")
+    parser.add_argument("--ranks", type=int, nargs="+", help="how many ranks (default 2 4 8; with --sim 2)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no check after so long")
+    parser.add_argument("--programs-only", action="store_true", help="every program once, and nothing else")
+    parser.add_argument("--json", metavar="FILE", help="where the rows go as JSON")
+    options = parser.parse_args(argv)
+    if not options.sim and (missing := _missing()):
+        print(f"gpu-check: {missing}; nothing was checked")
+        return 2
+    ranks = options.ranks or ([2] if options.sim else [2, 4, 8])
+    rows = check("sim" if options.sim else "cuda", ranks, options.minutes, options.programs_only)
+    lines = [
+        [
+            row.check,
+            str(row.ranks),
+            str(row.cases),
+            "-" if row.wrong < 0 else str(row.wrong),
+            f"{row.seconds:.1f}",
+            row.note,
+        ]
+        for row in rows
+    ]
+    for line in [["check", "ranks", "cases", "wrong", "seconds", "note"], *lines]:
+        print(table_line(line))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([asdict(row) for row in rows], file, indent=1)
+    return int(any(row.wrong > 0 for row in rows))
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """One line: words to the left, numbers to the right."""
+    check, ranks, number, wrong, seconds, note = cells
+    return f"{check:<18}{ranks:>6}{number:>7}{wrong:>7}{seconds:>9}  {note}".rstrip()
+
+
+def _missing() -> str:
+    """What keeps this machine from running kernels on a GPU; empty if nothing does."""
+    try:
+        from kernels.driver import devices
+
+        count = devices()
+    except Exception as error:
+        return f"no GPU can be used here ({str(error).splitlines()[0]})"
+    if count == 0:
+        return "the driver shows no GPU"
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        return "CuPy is not installed; pip install '.[cuda12]' or '.[cuda13]'"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

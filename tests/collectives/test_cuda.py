@@ -1,0 +1,256 @@
+"""The cuda backend on a GPU in memory (`fakegpu.py`): what it decides, what it asks of the driver, what comes out."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import collectives
+from collectives import Communicator
+
+pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+
+from fakegpu import FakeDriver, on_gpu
+
+from collectives.backends import cuda
+from collectives.backends.cuda import Layout
+from collectives.device_arrays import DeviceArray
+from collectives.initialise import join_all
+from kernels import driver as real
+from kernels import grid
+
+
+def every_collective(comm: Communicator) -> None:
+    gpu, driver = on_gpu(comm)
+    rank, size = comm.rank, comm.size
+    rows = 4 * size
+    pool = gpu.empty(1 << 16, np.uint8)
+    for round, dtype in enumerate(("float32", "int64", "float16")):
+        for memory in ("ordinary", "symmetric", "mixed"):
+            shared = memory == "symmetric" or (memory == "mixed" and rank == 0)
+
+            def place(values: Any, number: int) -> DeviceArray:
+                values = np.asarray(values, dtype)
+                if not shared:
+                    return driver.array(values)
+                array = DeviceArray(pool.address + 8192 * number, values.shape, values.dtype)
+                driver.write(array.address, values.tobytes())
+                return array
+
+            mine = [(np.arange(rows) + 3 * r + round).astype(dtype) for r in range(size)]
+            x, out = place(mine[rank], 0), place(np.full(rows * size, 99), 1)
+            total = sum(mine).astype(dtype)
+            block = slice(4 * rank, 4 * rank + 4)
+
+            def small(n: int) -> DeviceArray:
+                return DeviceArray(out.address, (n,), dtype, 0, out)
+
+            def check(what: str, got: DeviceArray, want: Any) -> None:
+                found = driver.values(got)
+                assert found.tolist() == np.asarray(want).tolist(), (what, dtype, memory, rank, found, want)
+
+            check("all_reduce", gpu.all_reduce(x, out=small(rows)), total)
+            check("reduce", gpu.reduce(x, "max", root=1, out=small(rows)) or x, mine[-1] if rank == 1 else mine[rank])
+            check("reduce_scatter", gpu.reduce_scatter(x, out=small(4)), total[block])
+            check("all_gather", gpu.all_gather(x, out=out), np.concatenate(mine))
+            check("all_to_all", gpu.all_to_all(x, out=small(rows)), np.concatenate([m[block] for m in mine]))
+            check("gather", gpu.gather(x, root=1, out=out) or x, np.concatenate(mine) if rank == 1 else mine[rank])
+            check("scatter", gpu.scatter(x if rank == 0 else None, out=small(4)), mine[0][block])
+            check("in place", gpu.all_reduce(x, out=x), total)
+            y = place(mine[rank], 2)
+            check("broadcast", gpu.broadcast(y, root=1), mine[1])
+    gpu.barrier()
+    assert gpu.all_reduce(np.ones(2)).tolist() == [size, size], "arrays of the CPU go beside"
+    assert gpu.broadcast_object({"a": [rank]}) == {"a": [0]}
+    z = driver.array(np.full(3, rank, np.float32), stream=7)
+    into = driver.array(np.zeros(3, np.float32), stream=7)
+    gpu.sendrecv(z, (rank + 1) % size, into, (rank - 1) % size)
+    assert driver.values(into).tolist() == [(rank - 1) % size] * 3
+    counts = list(range(1, size + 1))
+    v = driver.array(np.full(rank + 1, rank, np.int32))
+    w = gpu.all_gather(v, counts=counts, out=driver.array(np.zeros(sum(counts), np.int32)))
+    assert driver.values(w).tolist() == [r for r in range(size) for _ in range(r + 1)]
+    with gpu.split(rank % 2) as half:
+        one = driver.array(np.ones(1, np.float32))
+        half.all_reduce(one, out=one)
+        assert driver.values(one).tolist() == [half.size]
+    # One-sided, on symmetric memory; what is dropped by all is given back and used again.
+    first = gpu.zeros(64, np.int32)
+    address = first.address
+    gpu.put(np.full(64, rank, np.int32), first, (rank + 1) % size)
+    gpu.signal((rank + 1) % size)
+    gpu.wait_signal((rank - 1) % size)
+    assert set(driver.values(first).tolist()) == {(rank - 1) % size}
+    del first
+    gpu.barrier()
+    again = gpu.empty(64, np.int32)
+    assert again.address == address
+    assert not driver.errors
+    gpu.close()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_collective_on_ordinary_and_symmetric_memory(size: int) -> None:
+    collectives.spawn(every_collective, size, backend="shm")
+
+
+def streams_and_graphs(comm: Communicator) -> None:
+    gpu, driver = on_gpu(comm)
+    peer = 1 - comm.rank
+    # The host goes on: both calls are in the stream before the peer has made the first.
+    x, y = (driver.array(np.full(5000, comm.rank + 1.0, np.float32), stream=3) for _ in range(2))
+    if comm.rank == 0:
+        gpu.all_reduce(x, out=x)
+        gpu.all_reduce(y, "max", out=y)
+        comm.signal(peer)
+    else:
+        comm.wait_signal(peer)
+        gpu.all_reduce(x, out=x)
+        gpu.all_reduce(y, "max", out=y)
+    assert set(driver.values(x)) == {3.0} and set(driver.values(y)) == {2.0}
+    launches = [entry for entry in driver.log if entry[0] == "launch"]
+    assert [entry[1:3] for entry in launches] == [((2, 1), 512)] * 2 and {entry[4] for entry in launches} == {3}
+
+    # Another stream waits for the last call; asynchronous calls have a stream of their own, and wait() joins it.
+    driver.log.clear()
+    z = DeviceArray(x.address, x.shape, x.dtype, 4, x)
+    gpu.all_reduce(z, out=z)
+    assert [entry[0] for entry in driver.log] == ["wait", "launch", "record"] and driver.log[0][1] == 4
+    driver.log.clear()
+    work = gpu.all_reduce(z, out=z, async_op=True)
+    (record, wait, _, launch, *_), side = driver.log, driver.log[1][1]
+    assert record[2] == 4 and wait[:2] == ("wait", side) and launch[4] == side not in (3, 4)
+    work.wait()
+    assert driver.log[-1][:2] == ("wait", 4)
+    assert set(driver.values(z)) == {12.0} and work.done()
+
+    # A graph is captured once and replayed; the epochs go on by themselves, and other calls fit between.
+    graph = driver.capture(3)
+    one = driver.array(np.ones(300, np.float32), stream=3)
+    gpu.all_reduce(one, out=one)
+    gpu.all_reduce(x, out=x)
+    assert len(graph) == 2
+    for replay in range(3):
+        driver.replay(graph, 3)
+        assert set(driver.values(one)) == {2.0 ** (replay + 1)}
+        gpu.all_reduce(y, "min", out=y)
+        driver.synchronize(3)
+    assert set(driver.values(x)) == {96.0} and not driver.errors
+    gpu.close()
+
+
+def test_streams_are_honoured_and_graphs_replayed() -> None:
+    collectives.spawn(streams_and_graphs, 2, backend="shm")
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a GPU each", "one GPU"])
+def test_ranks_of_one_process_are_driven_by_one_thread(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda.cubin, "load", lambda dtype, operation, capability: f"{dtype}-{operation}".encode())
+    one = FakeDriver()
+    drivers = [one, one] if shared else [one, FakeDriver(1)]
+    comms = join_all(drivers, timeout=20.0)
+    xs = [driver.array(np.full(1000, rank + 1.0, np.float32), stream=3) for rank, driver in enumerate(drivers)]
+    for power in range(3):
+        for comm, x in zip(comms, xs, strict=True):
+            comm.all_reduce(x, out=x)
+        for driver, x in zip(drivers, xs, strict=True):
+            assert set(driver.values(x)) == {3.0 * 2**power}
+    grids = [entry[1] for entry in one.log if entry[0] == "launch"]
+    assert grids == [(1, 2)] * 3 if shared else grids == [(2, 1)] * 3, "ranks on one GPU are one launch"
+
+    def on_the_host(comm: Communicator) -> list[int]:
+        with comm.split(0) as half:
+            shape = half.empty(12, np.float32).shape
+        comm.barrier()
+        return [half.size, *shape, int(comm.all_reduce(np.ones(1))[0])]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(on_the_host, comms)) == [[2, 12, 2]] * 2
+        list(threads.map(Communicator.close, comms))
+    assert not one.errors
+
+
+def without_peer_access(comm: Communicator) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gpu, driver = on_gpu(comm, reachable=False)
+    x = driver.array(np.full(100_000, comm.rank + 1.0, np.float32))
+    gpu.all_reduce(x, out=x)
+    assert set(driver.values(x)) == {3.0}
+    shared = gpu.zeros(10, np.float32)
+    gpu.all_reduce(shared, out=shared)
+    assert not driver.values(shared).any()
+    with pytest.raises(ValueError, match="peer's view"):
+        gpu.peer(shared, 0)
+    gpu.close()
+    return [str(warning.message) for warning in said]
+
+
+def test_without_peer_access_data_goes_through_the_host_and_that_is_said_once() -> None:
+    for said in collectives.spawn(without_peer_access, 2, backend="shm"):
+        assert len(said) == 1 and "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED" in said[0] and "host's memory" in said[0]
+
+
+def fail(comm: Communicator, how: str) -> None:
+    gpu, driver = on_gpu(comm)
+    x = driver.array(np.zeros(100 + (how == "mismatch") * comm.rank, np.float32))
+    y = driver.array(np.zeros(8, np.float32))
+    gpu.all_reduce(y, out=y)
+    driver.synchronize(0)
+    gpu._backend._panel[cuda._PATIENCE // 8 + grid.PATIENCE_NAPS] = grid.naps(300 if how != "late" else 0.3)
+    if comm.rank == 0 or how == "mismatch":
+        gpu.all_reduce(x, out=x)
+    elif how == "late":
+        time.sleep(60)  # until spawn ends it
+    else:
+        os._exit(7)
+    driver.synchronize(0)  # nobody waits on the host, and yet it comes to an end
+    gpu.all_reduce(y, out=y)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("mismatch", collectives.CollectiveMismatchError, "rank 0 called .*count 100.*rank 1 called .*count 101"),
+        ("late", collectives.CollectiveTimeoutError, "all_reduce.*on the GPU, call 2, did not finish.*for rank 1"),
+        ("dead", collectives.PeerLostError, "rank 1"),
+    ],
+)
+def test_what_goes_wrong_on_the_gpu_is_raised_on_the_host(how: str, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        collectives.spawn(fail, 2, (how,), backend="shm")
+
+
+def test_parts_of_a_ranks_device_memory_lie_apart() -> None:
+    for size in (1, 2, 8):
+        for channels in (1, 16):
+            layout = Layout(size, channels, 64 << 10)
+            board = channels * 16 * 64
+            assert layout.flags >= board and layout.scratch >= layout.flags + channels * layout.flags_stride
+            assert layout.flags % 64 == 0 and layout.scratch % 4096 == 0 and layout.flags_stride >= size * 64
+
+
+def test_the_stand_in_has_the_drivers_methods_with_the_same_arguments() -> None:
+    for name, method in vars(real.Driver).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            assert list(inspect.signature(method).parameters) == list(
+                inspect.signature(getattr(FakeDriver, name)).parameters
+            ), name
+
+
+def test_no_rank_on_the_cpu_imports_anything_of_cuda() -> None:
+    code = (
+        "import numpy, sys, collectives\nwith collectives.init() as comm: comm.all_reduce(numpy.ones(3))\n"
+        "print([name for name in ('numba', 'cupy', 'cuda.bindings', 'cuda.core') if name in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
