@@ -519,6 +519,8 @@ class Communicator:
             raise ValueError("all_reduce of a list: out is the same list, to reduce in place, or None")
         results: list[Any] = list(xs)
         views = [self._backend.view(x, f"x[{i}]", writable=out is not None) for i, x in enumerate(xs)]
+        if not all(isinstance(view, np.ndarray) for view in views):
+            raise TypeError("a list of arrays is joined on the CPU; reduce arrays in GPU memory one by one")
         batches: list[tuple[list[int], Array]] = []
         works = []
         for dtype in dict.fromkeys(view.dtype for view in views):

@@ -282,7 +282,8 @@ def compile_function(name: str) -> bytes:
         source = elementwise.reduce
         inner = bind(source, _reduction(find(dtype), operation), _jit)
     else:
-        source = next(vars(module)[name] for module in (executor, progress, atomic) if name in vars(module))
+        home = next((module for module in (progress, atomic) if hasattr(module, name)), executor)
+        source = getattr(home, name)
         inner = bind(source, PRIMITIVES, _jit, _bound)
     arguments = source.__code__.co_argcount
     signature = types.int64(*[types.int64] * arguments)
