@@ -19,7 +19,10 @@ from collectives.rendezvous import Meeting
 if TYPE_CHECKING:
     from collectives.backends.shm import Shm
 
-SCRATCH = "16M"  # bytes a rank and communicator; MGPU_SCRATCH of rank 0 changes it
+# Bytes of scratch that each rank of a communicator has for each rank. MGPU_SCRATCH of rank 0 sets the whole instead.
+# Small, so that it stays in the cache: with two ranks an all-reduce of 2 MB takes half the time that it takes through
+# 16 MB of scratch, one of 32 MB two thirds; from 256 to 1024 KB nothing changes.
+SCRATCH_PER_RANK = 128 << 10
 ARENAS = 32  # for sub-communicators that are alive at one time
 _SHARE = 4  # each has this fraction of the world's address space; the memory is sparse
 
@@ -45,10 +48,10 @@ class Host:
             )
         self.meeting = meeting
         wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)
-        scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", SCRATCH), "MGPU_SCRATCH")
+        scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
         answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([wanted, scratch]).encode())]
         world = min(heap for heap, _ in answers) // (_SHARE * PAGE) * (_SHARE * PAGE)
-        self.scratch = int(answers[0][1])
+        self.scratch = int(answers[0][1])  # bytes; 0 to let its size follow from the number of ranks
         own = Segment.create(0, 0, world * (1 + ARENAS // _SHARE))
         with ExitStack() as undo:
             undo.callback(own.close)

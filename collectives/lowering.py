@@ -87,6 +87,7 @@ class _Value:
     home: bool = False  # it lies in its rank's OUTPUT (a contribution: in INPUT)
     cell: int | None = None  # it lies (also) in this cell of its rank's SCRATCH
     overwritten_by: _Maker | None = None  # the one that puts the final value where this one lies
+    returns: _Value | None = None  # its reduction, put back into this one's cell
 
     @property
     def is_input(self) -> bool:
@@ -161,7 +162,27 @@ def _plan_moves(values: list[_Value], symmetric: bool) -> list[_Maker]:
             makers.append(value.maker)
             for source in dict.fromkeys(value.sources):
                 source.readers.append(value.maker)
-    return _push_last_copies(values, makers) if symmetric else makers
+    if symmetric:
+        return _push_last_copies(values, makers)
+    _put_back_reductions(values)
+    return makers
+
+
+def _put_back_reductions(values: list[_Value]) -> None:
+    """Who alone wants a reduction, and had a contribution fetched for it and nothing else, gets it where that lay."""
+    for copy in values:
+        if len(copy.sources) != 1 or len(copy.sources[0].sources) < 2 or copy.sources[0].rank == copy.rank:
+            continue
+        (total,) = copy.sources
+        came = next((s for s in total.sources if s.rank == copy.rank and s.readers == [total.maker]), None)
+        if came is None or total.readers != [copy.maker]:  # for several readers, one cell here takes fewer bytes
+            continue
+        assert total.maker is not None and copy.maker is not None
+        back = _Value(copy.rank, copy.chunk, (total,), total.raw, total.finished, False, total.step, [copy.maker])
+        came.returns = back
+        total.maker.makes.append(back)
+        total.readers.remove(copy.maker)
+        copy.sources = copy.maker.sources = (back,)
 
 
 def _push_last_copies(values: list[_Value], makers: list[_Maker]) -> list[_Maker]:
@@ -240,7 +261,11 @@ def _place(values: list[_Value], makers: list[_Maker], symmetric: bool) -> int:
                 value.cell = rested[0][1]
             else:
                 value.cell, used = used, used + 1
-            free.append((max(reader.step for reader in value.readers), value.cell))
+            readers = value.readers
+            if value.returns:
+                value.returns.cell = value.cell
+                readers = readers + value.returns.readers
+            free.append((max(reader.step for reader in readers), value.cell))
             if value.is_input:
                 makers.append(_Maker(rank, 0, (value,), [value]))
         cells = max(cells, used)

@@ -24,7 +24,7 @@ from collectives.backends.base import Backend, Pending
 from collectives.call import INTERNAL, ORDINARY, Call, describe, make_call
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
-from collectives.host import ARENAS, Birth, Host
+from collectives.host import ARENAS, SCRATCH_PER_RANK, Birth, Host
 from collectives.job import Job, Link
 from collectives.memory import Heap
 from collectives.progress import Progress, Queued
@@ -36,7 +36,7 @@ from kernels import native
 from kernels.dtypes import find
 from kernels.executor import DIFFERENT, DONE, SIGNATURE_WORDS
 
-SLOTS = 16
+SLOTS = 4
 JOBS = 4096  # kinds of calls whose jobs are kept; the oldest give way
 _BYTE = find("uint8")
 _NAP, _NAPS = 0.0005, 100  # seconds between two looks at a peer's word, and the looks between two at its health
@@ -58,7 +58,7 @@ class Shm(Backend):
         self._birth = Birth(path, arena, tuple(members))
         self.rank, self.size = self.members.index(host.meeting.rank), len(self.members)
         start, room = host.arena(arena)
-        slot_bytes = host.scratch // SLOTS // 64 * 64
+        slot_bytes = (host.scratch or SCRATCH_PER_RANK * self.size) // SLOTS // 64 * 64
         scratch = start + region_bytes(self.size)
         mail = scratch + SLOTS * slot_bytes
         heap = mail + Streams.bytes(self.size)
