@@ -11,7 +11,7 @@ from pathlib import Path
 
 from collectives import cgroup, memory, threads
 from collectives.doctor.finding import Finding, size
-from collectives.host import SCRATCH
+from collectives.host import SCRATCH_PER_RANK
 
 _ROOM = 1 << 30  # bytes below which training is likely to run out of memory
 _DESCRIPTORS_A_PEER = 3  # its memory, its process and its socket
@@ -74,15 +74,16 @@ def room(left: int | None = None) -> Finding:
     """Memory that may still be taken; `left` stands in for it in tests."""
     limit = cgroup.memory_left()
     left = memory.available() if left is None else left
-    scratch = memory.parse_bytes(os.environ.get("MGPU_SCRATCH", SCRATCH), "MGPU_SCRATCH")
+    scratch = memory.parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
+    scratch = scratch or SCRATCH_PER_RANK * len(os.sched_getaffinity(0))
     facts = {"available": left, "group_limit_left": limit, "scratch_a_rank": scratch}
     what = f"{size(left)} may still be taken{'' if limit is None else ' (a control group sets a limit)'}"
     if left < _ROOM:
         advice = (
             f"each rank takes {size(scratch)} for each communicator, and what your arrays need; raise the container's "
-            f"memory (docker --memory), start fewer ranks, or set MGPU_SCRATCH=2M"
+            f"memory (docker --memory), start fewer ranks, or set a smaller MGPU_SCRATCH"
         )
-        return Finding("memory", what, advice, left < 4 * scratch, facts)
+        return Finding("memory", what, advice, left < (64 << 20) + 4 * scratch, facts)  # 64 MB are left
     return Finding("memory", what, facts=facts)
 
 
