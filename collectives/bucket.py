@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from collectives.arrays import Array
-from collectives.communicator import Communicator, Op, Work
+from collectives.communicator import Communicator, Op
 from kernels.dtypes import DType, find
 
 BUCKET_BYTES = 4 << 20
@@ -27,12 +28,60 @@ FIRST_BUCKET_BYTES = 256 << 10
 _LINE = 64  # bytes: every gradient starts on a cache line
 
 
-@dataclass
-class _Bucket:
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        flat: all of them in one array, (n,), with gaps of zeros.
+        members: their numbers, in the order in which they lie there.
+        shapes: theirs, beside their numbers.
+        starts: where each begins in `flat`.
+    """
+
     flat: Array
     members: list[int]
+    shapes: list[tuple[int, ...]]
+    starts: list[int]
     missing: set[int] = field(default_factory=set)
-    work: Work | None = None
+    finish: Callable[[], object] | None = None
+
+    def views(self, flat: Array) -> list[Array]:
+        """The members' parts of an array that is laid out like `flat`."""
+        sized = zip(self.starts, self.shapes, strict=True)
+        return [flat[start : start + math.prod(shape)].reshape(shape) for start, shape in sized]
+
+
+class Hook(Protocol):
+    """How a bucket is summed over the ranks: what PyTorch calls a communication hook."""
+
+    bytes_sent: int  # by this rank so far: what its collectives need at least
+
+    def start(self, comm: Communicator, bucket: Bucket) -> Callable[[], object]:
+        """Begin to sum `bucket.flat`, in place. The function that comes back ends that: the same bits on every rank.
+
+        Buckets are started, and then ended, in one order on all ranks. Asynchronous calls may be under way in between.
+        """
+        ...
+
+
+class AllReduce:
+    """The hook that sends gradients as they are; `op` as for all_reduce."""
+
+    def __init__(self, op: Op = "sum") -> None:
+        self.op = op
+        self.bytes_sent = 0
+
+    def start(self, comm: Communicator, bucket: Bucket) -> Callable[[], object]:
+        """See `Hook`."""
+        self.bytes_sent += all_reduce_bytes(bucket.flat.nbytes, comm.size)
+        finish: Callable[[], object] = comm.all_reduce(bucket.flat, self.op, out=bucket.flat, async_op=True).wait
+        return finish
+
+
+def all_reduce_bytes(nbytes: int, size: int) -> int:
+    """What each of `size` ranks has to send at least for an all-reduce of `nbytes`: 2 (size - 1) / size of them."""
+    return -(-2 * (size - 1) * nbytes // size)
 
 
 class Bucketer:
@@ -40,7 +89,8 @@ class Bucketer:
 
     `gradients`: (shape, dtype) of each, in the order in which the forward pass uses the parameters; equal on all ranks,
     which make a Bucketer together. In every step, after the values of `views[i]` are final, call `ready(i)`, in any
-    order; when backward is over, `finish()`. `op` as for all_reduce.
+    order; when backward is over, `finish()`. A bucket is all-reduced, `op` as for all_reduce, or summed by a `hook`,
+    which may send less (`mgpu_core.parallel.hooks` has some).
 
     After the first `finish` the views are others, with the same contents: take `views` again when `rebuilt` is True.
     """
@@ -53,10 +103,14 @@ class Bucketer:
         bucket_bytes: int = BUCKET_BYTES,
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         op: Op = "sum",
+        hook: Hook | None = None,
     ) -> None:
+        if hook is not None and op != "sum":
+            raise ValueError(f"hooks sum; op {op!r} goes without one")
         if min(bucket_bytes, first_bucket_bytes) <= 0:
             raise ValueError(f"buckets of {bucket_bytes} and {first_bucket_bytes} bytes: both must be positive")
-        self._comm, self._op = comm, op
+        self._comm = comm
+        self.hook: Hook = AllReduce(op) if hook is None else hook
         self._shapes = [tuple(shape) for shape, _ in gradients]
         self._dtypes: list[DType] = [find(np.dtype(dtype)) for _, dtype in gradients]
         self._bytes = bucket_bytes, first_bucket_bytes
@@ -99,9 +153,9 @@ class Bucketer:
         self._start_complete()
         began = time.perf_counter()
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-                bucket.work = None
+            if bucket.finish is not None:
+                bucket.finish()
+                bucket.finish = None
         waited = time.perf_counter() - began
         if not self.rebuilt:
             self._rebuild()
@@ -112,7 +166,7 @@ class Bucketer:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
             if self._comm.size > 1 and bucket.flat.size:
-                bucket.work = self._comm.all_reduce(bucket.flat, self._op, out=bucket.flat, async_op=True)
+                bucket.finish = self.hook.start(self._comm, bucket)
             self._next += 1
 
     def _begin_step(self) -> None:
@@ -134,18 +188,17 @@ class Bucketer:
 
     def _lay_out(self, order: Sequence[int]) -> None:
         views: dict[int, Array] = {}
-        self._buckets: list[_Bucket] = []
-        self._home: dict[int, _Bucket] = {}
+        self._buckets: list[Bucket] = []
+        self._home: dict[int, Bucket] = {}
         for members in self._cut(order):
             dtype = self._dtypes[members[0]]
             unit = max(1, _LINE // dtype.itemsize)
-            sizes = [math.prod(self._shapes[i]) for i in members]
-            starts = np.cumsum([0, *(-(-size // unit) * unit for size in sizes)]).tolist()
-            bucket = _Bucket(self._comm.zeros(starts[-1], dtype.numpy), members)
+            shapes = [self._shapes[i] for i in members]
+            *starts, end = np.cumsum([0, *(-(-math.prod(shape) // unit) * unit for shape in shapes)]).tolist()
+            bucket = Bucket(self._comm.zeros(end, dtype.numpy), members, shapes, starts)
             self._buckets.append(bucket)
-            for i, size, start in zip(members, sizes, starts, strict=False):
-                views[i] = bucket.flat[start : start + size].reshape(self._shapes[i])
-                self._home[i] = bucket
+            views |= zip(members, bucket.views(bucket.flat), strict=True)
+            self._home |= dict.fromkeys(members, bucket)
         self.views: list[Array] = [views[i] for i in range(len(views))]
         self._begin_step()
 

@@ -19,10 +19,11 @@ from numba.core.datamodel import PrimitiveModel
 from numba.core.extending import intrinsic, register_model
 from numba.core.registry import cpu_target
 
-from kernels import atomic, elementwise, executor, progress
+from kernels import atomic, elementwise, executor, progress, quantize
 from kernels.dtypes import DType, find
 from kernels.portable import bind
 from kernels.targets.groups import Vector, group_bodies
+from kernels.targets.scalars import scalar_bodies
 from kernels.targets.vector import Group
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -232,6 +233,7 @@ PRIMITIVES = {
     "sync": sync,
     "copy_bytes": copy_bytes,
     "combine": call_reduction,
+    **scalar_bodies(intrinsic),
 }
 
 
@@ -272,8 +274,8 @@ def _reduction(dtype: DType, operation: str) -> dict[str, Any]:
 
 
 def compile_function(name: str) -> bytes:
-    """Object code for this processor of `execute`, a function of `kernels/progress.py` or `kernels/atomic.py`, or
-    `reduce-<dtype>-<operation>`.
+    """Object code for this processor of `execute`, of a function of `kernels/progress.py`, `atomic.py` or
+    `quantize.py`, or of `reduce-<dtype>-<operation>`.
 
     It holds two symbols to use: `native`, in Numba's calling convention, and `python`, a METH_FASTCALL function.
     """
@@ -282,7 +284,7 @@ def compile_function(name: str) -> bytes:
         source = elementwise.reduce
         inner = bind(source, _reduction(find(dtype), operation), _jit)
     else:
-        home = next((module for module in (progress, atomic) if hasattr(module, name)), executor)
+        home = next((module for module in (progress, atomic, quantize) if hasattr(module, name)), executor)
         source = getattr(home, name)
         inner = bind(source, PRIMITIVES, _jit, _bound)
     arguments = source.__code__.co_argcount

@@ -20,11 +20,12 @@ from numba.cuda.datamodel import models
 from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.extending import intrinsic, register_model
 
-from kernels import elementwise, executor
+from kernels import elementwise, executor, quantize
 from kernels.dtypes import DType, find
 from kernels.grid import LONG_NS, MOST_LANES, PATIENCE_NAPS, PATIENCE_STOP, SHORT_NAPS, SHORT_NS
 from kernels.portable import bind
 from kernels.targets.groups import Vector, group_bodies
+from kernels.targets.scalars import scalar_bodies
 from kernels.targets.vector import Group
 
 _VECTOR = 16  # bytes that a lane loads or stores at once
@@ -278,11 +279,31 @@ def _executor() -> list[str]:
         job = load_word(jobs + 8 * integer(cuda.blockIdx.y))
         run(job, channel, channels, integer(cuda.threadIdx.x), integer(cuda.blockDim.x))
 
-    result = _lower(block, types.void, (integer,))
+    return _entry(block, 1, "execute")
+
+
+@cache
+def compile_quantize(name: str, architecture: tuple[int, int]) -> Kernel:
+    """A kernel of `kernels.quantize`, `pack_blocks` or `unpack_blocks`: dst, src, blocks, block, code; for any grid."""
+    run = bind(getattr(quantize, name), scalar_bodies(intrinsic), _jit)
+    integer = types.int64
+
+    def grid(dst, src, blocks, block, code):  # type: ignore[no-untyped-def]
+        lanes = integer(cuda.blockDim.x)
+        lane = integer(cuda.blockIdx.x) * lanes + integer(cuda.threadIdx.x)
+        run(dst, src, blocks, block, code, lane, lanes * integer(cuda.gridDim.x))
+
+    ptx = nvvm.compile_ir(_entry(grid, 5, name), arch="compute_{}{}".format(*architecture), **_OPTIONS)
+    return Kernel(ptx.decode().strip("\0\n"), architecture, name)
+
+
+def _entry(function: Any, arguments: int, name: str) -> list[str]:
+    """LLVM modules of a kernel of so many integers."""
+    result = _lower(function, types.void, (types.int64,) * arguments)
     entry = result.library.get_function(result.fndesc.llvm_func_name)
     kernel_fixup(entry, debug=False)
     nvvm.set_launch_bounds(entry, (MOST_LANES, 1))
-    return [module.replace(entry.name, "execute") for module in result.library.llvm_strs]
+    return [module.replace(entry.name, name) for module in result.library.llvm_strs]
 
 
 @cache

@@ -17,14 +17,18 @@ An average of the ranks' own means would be wrong there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 import collectives
-from mgpu_core.nn import Module
+from mgpu_core.nn import Module, Parameter
 from mgpu_core.tensor import Tensor
+
+Batch = TypeVar("Batch")
 
 
 class DataParallel:
@@ -35,16 +39,17 @@ class DataParallel:
 
     Args:
         model: the same on every rank, with parameters in the same order.
-        comm: the ranks that train it.
-        bucketing: `bucket_bytes` and `first_bucket_bytes` of `collectives.Bucketer`.
+        comm: the ranks that train it; of a `Mesh`, its `data`.
+        options: of `collectives.Bucketer`: `bucket_bytes`, `first_bucket_bytes`, and `hook`, one of
+            `mgpu_core.parallel.hooks`, to send less.
 
     Attributes:
         unused: the parameters that this rank's latest step did not reach, by name.
     """
 
-    def __init__(self, model: Module, comm: Any = None, **bucketing: Any) -> None:
+    def __init__(self, model: Module, comm: Any = None, **options: Any) -> None:
         self.model = model
-        self.comm = comm if comm is not None and comm.size > 1 else None
+        self.comm: Any = comm if comm is not None and comm.size > 1 else None
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._complete: set[int] = set()
         self._syncing = True
@@ -53,14 +58,30 @@ class DataParallel:
             return
         for _, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self.comm.broadcast(tensor.data, root=0)
-        specs = [(p.shape, p.dtype) for p in self._parameters.values()]
-        self._bucketer = collectives.Bucketer(self.comm, specs, **bucketing)
+        self._share(**options)
         for index, parameter in enumerate(self._parameters.values()):
             parameter.on_grad_ready(partial(self._announce, index))
+
+    def _share(self, **options: Any) -> None:
+        """Get ready to communicate."""
+        specs = [(p.shape, p.dtype) for p in self._parameters.values()]
+        self._bucketer = collectives.Bucketer(self.comm, specs, **options)
         self._keep_gradients_in_buckets()
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)
+
+    def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
+        """What this rank's optimiser is to update, by name."""
+        return self.model.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's state that is not trained, by name."""
+        return self.model.named_buffers()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """The same without the names, as `clip_grad_norm` takes them."""
+        return (parameter for _, parameter in self.named_parameters())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -74,6 +95,34 @@ class DataParallel:
         finally:
             self._syncing = before
 
+    def join(
+        self, batches: Iterable[Batch], count: Callable[[Batch], int], *, empty: Batch | None = None
+    ) -> Iterator[tuple[Batch | None, int]]:
+        """Goes through `batches`, of which ranks may have different numbers, until no rank has any left.
+
+        Yields (batch, total): this rank's next batch and the number of samples of all ranks' batches together; `count`
+        says how many a batch has. A rank that has none left yields `empty` in its place, so that it takes part in
+        the others' steps with weight zero (the purpose of PyTorch's `Join`):
+
+            for batch, total in model.join(batches, count=lambda batch: len(batch[1])):
+                optimizer.zero_grad()
+                if batch is not None:
+                    (summed_loss(model, batch) / total).backward()
+                model.synchronize()
+                optimizer.step()
+
+        A model that communicates in its forward pass (synchronised batch norm, parameters sharded in stage 3) has to
+        run on every rank: give a batch of no samples as `empty` then, and run that. All ranks must call.
+        """
+        left = iter(batches)
+        while True:
+            batch = next(left, None)
+            mine = np.array([0 if batch is None else count(batch), batch is not None], np.int64)
+            total, ranks = (mine if self.comm is None else self.comm.all_reduce(mine)).tolist()
+            if not ranks:
+                return
+            yield (empty if batch is None else batch), total
+
     def synchronize(self) -> float:
         """Wait until every gradient is the sum over all ranks; the seconds that took.
 
@@ -83,14 +132,13 @@ class DataParallel:
         """
         if self.comm is None:
             return 0.0
-        self.unused = [name for index, name in enumerate(self._parameters) if index not in self._complete]
-        for index, parameter in enumerate(self._parameters.values()):
-            if index not in self._complete:
-                self._announce(index, parameter)
-        self._complete.clear()
+        self._announce_unused()
         waited = self._bucketer.finish()
         self._keep_gradients_in_buckets()  # which the first step lays out anew
         return waited
+
+    def refresh(self) -> None:
+        """To be called after parameters were changed otherwise than by the optimiser's step: loaded, say."""
 
     def average_buffers(self) -> None:
         """Make buffers that ranks keep apart (batch norm's running statistics) their average over the ranks.
@@ -110,6 +158,17 @@ class DataParallel:
                 "summed over the ranks; run all backward passes but the last inside no_sync()"
             )
         self._complete.add(index)
+        self._ready(index, parameter)
+
+    def _announce_unused(self) -> None:
+        self.unused = [name for index, name in enumerate(self._parameters) if index not in self._complete]
+        for index, parameter in enumerate(self._parameters.values()):
+            if index not in self._complete:
+                self._ready(index, parameter)
+        self._complete.clear()
+
+    def _ready(self, index: int, parameter: Tensor) -> None:
+        """This rank's part of a gradient is final."""
         _ = parameter.grad  # what was cleared and not reached is written as zeros now
         self._bucketer.ready(index)
 
