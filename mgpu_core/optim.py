@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -11,6 +12,9 @@ from array_api_compat import array_namespace
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import Array
 from mgpu_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from mgpu_core.parallel.mesh import Mesh
 
 
 class Optimizer(ABC):
@@ -25,8 +29,17 @@ class Optimizer(ABC):
         named = (p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters))
         self.parameters: dict[str, Tensor] = {name: p for name, p in named if p.requires_grad}
         self.lr = lr
-        self.steps = 0
+        self._steps = np.zeros((), np.int64)
         self.state: dict[str, dict[str, Array]] = {}  # of each kind, one array for each parameter
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far."""
+        return int(self._steps)
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        self._steps[...] = count
 
     def zero_grad(self) -> None:
         """Makes every gradient zero; see `Tensor.zero_grad`."""
@@ -35,14 +48,19 @@ class Optimizer(ABC):
 
     def step(self) -> None:
         """Updates every parameter from its gradient."""
-        self.steps += 1
+        self._steps += 1
+        self._fill_gradients()
         for name, parameter in self.parameters.items():
+            state = {kind: arrays[name] for kind, arrays in self.state.items()}
+            self._update(name, parameter.data, parameter.grad, state)
+
+    def _fill_gradients(self) -> None:
+        for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = array_namespace(parameter.data).zeros_like(parameter.data)
-            self._update(parameter.data, parameter.grad, {kind: arrays[name] for kind, arrays in self.state.items()})
 
     @abstractmethod
-    def _update(self, p: Array, g: Array, state: dict[str, Array]) -> None:
+    def _update(self, name: str, p: Array, g: Array, state: dict[str, Array]) -> None:
         """One step on a parameter's data and its state, by kind, in place."""
 
     def _keep(self, *kinds: str) -> None:
@@ -52,7 +70,7 @@ class Optimizer(ABC):
     def state_dict(self) -> dict[str, Array]:
         """ "steps" (0-d int64) and "KIND.NAME", the state itself and not a copy; the learning rate is a schedule's."""
         arrays = {f"{kind}.{name}": array for kind, state in self.state.items() for name, array in state.items()}
-        return {"steps": np.asarray(self.steps), **arrays}
+        return {"steps": self._steps, **arrays}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Copies `state` into this optimiser's own. Raises KeyError or ValueError where it does not fit."""
@@ -66,7 +84,6 @@ class Optimizer(ABC):
             if array.shape != state[name].shape:
                 raise ValueError(f"{name} has shape {state[name].shape} in the state, expected {array.shape}")
             array[...] = array_namespace(array).asarray(state[name])
-        self.steps = int(state["steps"])
 
 
 class SGD(Optimizer):
@@ -93,7 +110,7 @@ class SGD(Optimizer):
         if momentum:
             self._keep("momentum")
 
-    def _update(self, p: Array, g: Array, state: dict[str, Array]) -> None:
+    def _update(self, name: str, p: Array, g: Array, state: dict[str, Array]) -> None:
         kernels_for(p).sgd(
             p,
             g,
@@ -113,7 +130,8 @@ class LARS(Optimizer):
 
     The norms are Euclidean, over a whole parameter; where one of them is 0, rate = 1. Biases and the parameters of
     normalisation layers (those of one axis or none) have rate 1 and no weight decay, as is usual.
-    Raises ValueError for parameters that are sharded: a rank has not their norm.
+    Parameters that are sharded need the `mesh` that they are sharded over: their norms are summed there in each step,
+    which all its ranks take together. ValueError without it.
     """
 
     def __init__(
@@ -124,29 +142,38 @@ class LARS(Optimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         trust: float = 1e-3,
+        mesh: Mesh | None = None,
     ) -> None:
         super().__init__(parameters, lr)
-        for name, parameter in self.parameters.items():
-            if getattr(parameter, "sharded_over", ()):
-                raise ValueError(f"LARS needs the norms of whole parameters, but {name} is sharded")
-        self.momentum, self.weight_decay, self.trust = momentum, weight_decay, trust
+        self.momentum, self.weight_decay, self.trust, self.mesh = momentum, weight_decay, trust, mesh
+        from mgpu_core.parallel.norm import whole_norms  # not above: the strategies import the optimisers
+
+        self._norms = whole_norms
+        self._adapted = {name: p for name, p in self.parameters.items() if _axes(p) > 1}
+        self._norms([p.data for p in self._adapted.values()], list(self._adapted.values()), mesh)  # raises now or never
         self._keep("momentum")
 
-    def _update(self, p: Array, g: Array, state: dict[str, Array]) -> None:
-        rate, decay = 1.0, 0.0
-        if p.ndim > 1:
-            decay = self.weight_decay
-            size, slope = (float(array_namespace(x).linalg.vector_norm(x)) for x in (p, g))
-            if size and slope:
-                rate = self.trust * size / (slope + decay * size)
+    def step(self) -> None:
+        """Updates every parameter from its gradient."""
+        self._fill_gradients()
+        parameters = list(self._adapted.values())
+        sizes = self._norms([p.data for p in parameters], parameters, self.mesh)
+        slopes = self._norms([p.grad for p in parameters], parameters, self.mesh)
+        self._rates = {
+            name: self.trust * size / (slope + self.weight_decay * size) if size and slope else 1.0
+            for name, size, slope in zip(self._adapted, sizes, slopes)
+        }
+        super().step()
+
+    def _update(self, name: str, p: Array, g: Array, state: dict[str, Array]) -> None:
         kernels_for(p).sgd(
             p,
             g,
             state["momentum"],
             lr=1.0,
             momentum=self.momentum,
-            fresh=self.lr * rate,
-            weight_decay=decay,
+            fresh=self.lr * self._rates.get(name, 1.0),
+            weight_decay=self.weight_decay if name in self._adapted else 0.0,
             nesterov=False,
         )
 
@@ -171,7 +198,7 @@ class AdamW(Optimizer):
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self._keep("m", "v")
 
-    def _update(self, p: Array, g: Array, state: dict[str, Array]) -> None:
+    def _update(self, name: str, p: Array, g: Array, state: dict[str, Array]) -> None:
         kernels_for(p).adamw(
             p,
             g,
@@ -184,3 +211,9 @@ class AdamW(Optimizer):
             weight_decay=self.weight_decay,
             step=self.steps,
         )
+
+
+def _axes(parameter: Tensor) -> int:
+    """How many axes the whole parameter has, of which this may be a part."""
+    placement = getattr(parameter, "placement", None)
+    return parameter.ndim if placement is None else len(placement.shape)

@@ -11,7 +11,7 @@ from mgpu_core.autograd.tape import Array
 from mgpu_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from mgpu_core.parallel.placement import Placement
+    from mgpu_core.parallel.placement import FlatPlacement, Placement
 
 Self = TypeVar("Self", bound="Module")
 
@@ -31,7 +31,7 @@ class Parameter(Tensor):
         *,
         dtype: Any = None,
         sharded_over: tuple[str, ...] = (),
-        placement: Placement | None = None,
+        placement: Placement | FlatPlacement | None = None,
     ) -> None:
         super().__init__(data, dtype=dtype, requires_grad=True)
         self.sharded_over = sharded_over

@@ -13,6 +13,7 @@ from mgpu_core.parallel.pipeline import Pipeline
 from mgpu_core.parallel.pipeline_schedules import SCHEDULES
 from mgpu_core.parallel.placement import Placement
 from mgpu_core.parallel.recompute import recompute
+from mgpu_core.parallel.sharded import Sharded
 from mgpu_core.parallel.speeds import Balance
 from mgpu_core.parallel.tensor import (
     ColumnParallelLinear,
@@ -34,6 +35,7 @@ __all__ = [
     "Pipeline",
     "Placement",
     "RowParallelLinear",
+    "Sharded",
     "VocabularyParallelEmbedding",
     "clip_grad_norm",
     "cut",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
 
+from mgpu_core.autograd.tape import Array
 from mgpu_core.parallel.mesh import Mesh
 from mgpu_core.tensor import Tensor
 
@@ -44,3 +46,20 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, mesh: Mesh | N
             if parameter.grad is not None:
                 parameter.grad *= max_norm / norm
     return norm
+
+
+def whole_norms(arrays: Sequence[Array], parameters: Sequence[Tensor], mesh: Mesh | None = None) -> list[float]:
+    """The Euclidean norm of each whole array, of which this rank has what it has of the parameter beside it.
+
+    All ranks of the mesh that hold parts of these parameters call it together.
+    """
+    own = [float(array_namespace(array).linalg.vector_norm(array)) for array in arrays]
+    squares = np.square(own)
+    for axis in ("data", "tensor"):
+        comm: Any = None if mesh is None else getattr(mesh, axis)
+        parts = [i for i, parameter in enumerate(parameters) if axis in getattr(parameter, "sharded_over", ())]
+        if parts and comm is None:
+            raise ValueError(f"parameters are sharded over {axis!r}: give the mesh that they are sharded over")
+        if parts:
+            squares[parts] = comm.all_reduce(squares[parts])
+    return np.sqrt(squares).tolist()

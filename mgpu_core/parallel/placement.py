@@ -67,6 +67,33 @@ class Placement:
             yield last
 
 
+@dataclass(frozen=True)
+class FlatPlacement:
+    """Elements `start` to `stop` of a flattened array: of a whole one of `shape`, or of the part `of` one."""
+
+    part_shape: tuple[int, ...]
+    start: int
+    stop: int
+    of: Placement | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return self.part_shape if self.of is None else self.of.shape
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this part: (stop - start,)."""
+        return (self.stop - self.start,)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """As `Placement.runs`."""
+        for here, there, count in [(0, 0, self.stop)] if self.of is None else self.of.runs():
+            first, last = max(here, self.start), min(here + count, self.stop)
+            if first < last:
+                yield first - self.start, there + first - here, last - first
+
+
 def even_part(count: int, rank: int, size: int) -> Range:
     """Start and stop of rank `rank`'s part of `count` things; parts differ by one at most, and may be empty."""
     return part(count, rank, [1] * size)

@@ -183,7 +183,7 @@ def test_lars_treats_a_layer_alike_at_every_scale():
 
 def test_lars_refuses_a_part_of_a_parameter():
     whole, part = Parameter(np.ones((2, 2))), Parameter(np.ones((2, 2)), sharded_over=("tensor",))
-    with pytest.raises(ValueError, match="part is sharded"):
+    with pytest.raises(ValueError, match="sharded over 'tensor'"):
         optim.LARS([("whole", whole), ("part", part)], 0.1)
 
 
