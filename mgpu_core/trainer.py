@@ -109,6 +109,7 @@ class Trainer:
         self.size = 1 if self.comm is None else self.comm.size
         self.leads = self.comm is None or self.comm.rank == 0
         self.folder = Path(folder) if folder is not None and self.leads else None
+        self._writer = None if folder is None else checkpoint.Writer(Path(folder) / CHECKPOINT, self.comm)
         self.settings = dict(settings or {})
         self.unit = unit
         self.epoch = 0
@@ -157,6 +158,8 @@ class Trainer:
                     report.epoch(self.epoch)
                     self.epoch, self.step = self.epoch + 1, 0
                 self.save()
+            if self._writer is not None:
+                self._writer.wait()
 
     def training_step(self, batch: Batch, stop: threading.Event | None = None) -> tuple[float, float, bool]:
         """Train on one batch, of which this rank holds a part.
@@ -198,14 +201,12 @@ class Trainer:
         return {name: total / self.test.sampler.count for name, total in zip(totals, sums)}
 
     def save(self) -> None:
-        """Write the checkpoint (rank 0 does; all ranks must call)."""
+        """Write the checkpoint, in the background (rank 0 does; all ranks must call)."""
         self.model.average_buffers()
-        if self.folder is not None:
-            tensors = {f"model.{name}": array for name, array in self.model.model.state_dict().items()}
-            tensors |= {f"optimizer.{name}": array for name, array in self.optimizer.state_dict().items()}
+        if self._writer is not None:
             position = {"epoch": self.epoch, "step": self.step, "seconds": self.seconds, "scores": self.scores}
             meta = {"settings": self.settings, "data": self._data(), **position}
-            checkpoint.save(self.folder / CHECKPOINT, tensors, meta)
+            self._writer.save(checkpoint.parts(self.model, self.optimizer), meta)
 
     def resume(self, path: str | Path) -> None:
         """Go on where a checkpoint was written, by any number of ranks. All ranks must call, and can read the file.
@@ -214,17 +215,14 @@ class Trainer:
             FileNotFoundError: if there is none.
             CheckpointError: if it is of another model or optimiser, or its position is in another order of the data.
         """
-        tensors, meta = checkpoint.load(path)
+        meta = checkpoint.read_meta(path)
         if meta["data"] != self._data():
             raise checkpoint.CheckpointError(
                 f"{path} is from a run with {meta['data']}, but this one has {self._data()}"
             )
-        for prefix, part in (("model.", self.model.model), ("optimizer.", self.optimizer)):
-            state = {name.removeprefix(prefix): array for name, array in tensors.items() if name.startswith(prefix)}
-            try:
-                part.load_state_dict(state)
-            except (KeyError, ValueError) as error:
-                raise checkpoint.CheckpointError(f"{path} does not fit: {error.args[0]}") from error
+        checkpoint.restore(path, checkpoint.parts(self.model, self.optimizer))
+        if hasattr(self.model, "refresh"):
+            self.model.refresh()
         self.epoch, self.step = meta["epoch"], meta["step"]
         self.seconds, self.scores = meta["seconds"], meta["scores"]
 
