@@ -77,11 +77,11 @@ def run(comm: Any, images: data.ImageSet, steps: int) -> dict[str, dict[str, flo
             seconds[name].append(time.perf_counter() - began)
     found = {}
     for name, (model, _, hook) in runs.items():
-        loss, accuracy = tested(model.model, tests, images.test_labels[:_TESTED])
+        test_loss, accuracy = tested(model.model, tests, images.test_labels[:_TESTED])
         found[name] = {
             "bytes": hook.bytes_sent / steps,
             "seconds": median(seconds[name][1:]),
-            "loss": loss,
+            "loss": test_loss,
             "accuracy": accuracy,
         }
     return found

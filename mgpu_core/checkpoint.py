@@ -212,27 +212,30 @@ class Writer:
             self._thread.join()
 
 
-def restore(path: str | Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+def restore(path: str | Path, parts: Mapping[str, Part], comm: Any = None) -> dict[str, Any]:
     """Read this rank's parts, in place and in their dtypes, from a checkpoint that any number of ranks saved; its meta.
 
-    Only the parts are read. Afterwards call `refresh()` of a model that is `Sharded`.
+    All ranks of `comm` (None: one process) call it together, with the parts of a model, or of a model and its
+    optimiser. Only the parts are read. Afterwards call `refresh()` of a model that is `Sharded`.
 
     Raises:
         FileNotFoundError: if there is no such file.
         CheckpointError: if it is damaged, or of another model or optimiser; nothing is changed then.
     """
     wholes, meta = _mapped(Path(path))
+    wanted = set(parts)
+    if comm is not None:
+        wanted.update(*(comm.broadcast_object(sorted(parts), root=rank) for rank in range(comm.size)))
+    kinds = {name.partition(".")[0] for name in wanted}
+    if missing := sorted(wanted - wholes.keys()):
+        raise CheckpointError(f"{path} does not fit: it has no {', '.join(missing[:5])}")
+    if unknown := sorted(name for name in wholes.keys() - wanted if name.partition(".")[0] in kinds):
+        raise CheckpointError(f"{path} does not fit: there is no use here for {', '.join(unknown[:5])}")
     for name, part in parts.items():
-        if name not in wholes:
-            raise CheckpointError(f"{path} does not fit: it has no {name}")
         if wholes[name].shape != part.shape:
             raise CheckpointError(
                 f"{path} does not fit: {name} has shape {wholes[name].shape} there, and {part.shape} here"
             )
-    for name in wholes:
-        _, _, parameter = name.removeprefix("optimizer.").partition(".")
-        if "optimizer.steps" in parts and name not in parts and f"model.{parameter}" in parts:
-            raise CheckpointError(f"{path} does not fit: this optimiser has no use for {name}")
     for name, part in parts.items():
         own, whole = part.array.reshape(-1), wholes[name].reshape(-1)
         for here, there, count in part.runs().tolist():

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -140,7 +140,7 @@ class Trainer:
         """
         limit = math.inf if steps is None else self.steps_done + steps
         self.interrupted = False
-        with stop_request() as stop, _Report(self, epochs) as report:
+        with stop_request() as stop, _Report(self, epochs) as report, self._writer or nullcontext():
             while self.epoch < epochs and self.steps_done < limit and not self.interrupted:
                 with self.train.epoch(self.epoch, self.step) as batches:
                     began = time.perf_counter()
@@ -158,8 +158,6 @@ class Trainer:
                     report.epoch(self.epoch)
                     self.epoch, self.step = self.epoch + 1, 0
                 self.save()
-            if self._writer is not None:
-                self._writer.wait()
 
     def training_step(self, batch: Batch, stop: threading.Event | None = None) -> tuple[float, float, bool]:
         """Train on one batch, of which this rank holds a part.
@@ -220,7 +218,7 @@ class Trainer:
             raise checkpoint.CheckpointError(
                 f"{path} is from a run with {meta['data']}, but this one has {self._data()}"
             )
-        checkpoint.restore(path, checkpoint.parts(self.model, self.optimizer))
+        checkpoint.restore(path, checkpoint.parts(self.model, self.optimizer), self.comm)
         if hasattr(self.model, "refresh"):
             self.model.refresh()
         self.epoch, self.step = meta["epoch"], meta["step"]

@@ -144,6 +144,7 @@ class Sharded(DataParallel):
         if self.comm is not None and self.stage < 3:
             self._stale = True
             for unit in self._units:
+                unit.finish_gathering()  # of a unit that was not used since
                 unit.hide()
 
     @contextmanager

@@ -105,9 +105,9 @@ def overlaps(comm: Communicator) -> bool:
     bucketer = Bucketer(comm, [((1000,), "float32")] * 2, bucket_bytes=4000, first_bucket_bytes=4000)
     bucketer.views[1][...] = 1
     bucketer.ready(1)
-    work = bucketer._buckets[0].work
-    assert work is not None
-    work.wait()
+    finish = bucketer._buckets[0].finish
+    assert finish is not None
+    finish()
     early = bool((bucketer.views[1] == comm.size).all())
     bucketer.views[0][...] = 1
     bucketer.ready(0)

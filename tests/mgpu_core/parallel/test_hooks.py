@@ -45,7 +45,7 @@ def train(comm, hook, steps=60):
     rng = np.random.default_rng(1)
     network = nn.Sequential(nn.Linear(40, 32, rng=rng), nn.Tanh(), nn.Linear(32, 4, rng=rng))
     model = DataParallel(network, comm, hook=hook)
-    updates = optim.SGD(network.named_parameters(), 0.1, momentum=0.9)
+    updates = optim.SGD(network.named_parameters(), 0.02, momentum=0.9)
     for step in range(steps):
         mine = np.array_split(np.arange(step * 24, step * 24 + 24) % 240, comm.size)[comm.rank]
         updates.zero_grad()

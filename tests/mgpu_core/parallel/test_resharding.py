@@ -72,7 +72,7 @@ def go_on(comm, paths, stage):
     for path in paths:
         model, updates = set_up(comm, stage)
         train(comm, model, updates, 0)  # something else to overwrite
-        meta = checkpoint.restore(path, checkpoint.parts(model, updates))
+        meta = checkpoint.restore(path, checkpoint.parts(model, updates), comm)
         model.refresh()
         found.append(train(comm, model, updates, meta["step"]))
         if stage:
@@ -121,7 +121,7 @@ def tensor_parallel(comm, path, mesh_shape):
         before = {name: p.data.copy() for name, p in model.named_parameters()}
         for _, p in model.named_parameters():
             p.data[...] = -1
-        checkpoint.restore(path, checkpoint.parts(model, updates))
+        checkpoint.restore(path, checkpoint.parts(model, updates), comm)
         return all(np.array_equal(p.data, before[name]) for name, p in model.named_parameters())
 
 

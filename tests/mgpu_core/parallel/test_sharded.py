@@ -87,6 +87,9 @@ def train(mesh, stage, dtype, optimizer, *, steps=10, batch=16, pieces=1, clip=N
             else:
                 loss.backward()
         model.synchronize()
+        for parameter in model.parameters() if comm is None else ():
+            if parameter.requires_grad and parameter.grad is None:  # ranks sum what they have not used to zero
+                parameter.grad = np.zeros_like(parameter.data)
         if clip is not None:
             clip_grad_norm(model.parameters(), clip, mesh)
         updates.step()
