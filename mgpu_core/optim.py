@@ -149,6 +149,9 @@ class LARS(Optimizer):
         from mgpu_core.parallel.norm import whole_norms  # not above: the strategies import the optimisers
 
         self._norms = whole_norms
+        for name, p in self.parameters.items():
+            if getattr(p, "sharded_over", ()) and getattr(p, "placement", None) is None:
+                raise ValueError(f"LARS needs the norms of whole parameters, and {name} is a part that cannot say of what")
         self._adapted = {name: p for name, p in self.parameters.items() if _axes(p) > 1}
         self._norms([p.data for p in self._adapted.values()], list(self._adapted.values()), mesh)  # raises now or never
         self._keep("momentum")
