@@ -150,8 +150,10 @@ class LARS(Optimizer):
 
         self._norms = whole_norms
         for name, p in self.parameters.items():
-            if getattr(p, "sharded_over", ()) and getattr(p, "placement", None) is None:
-                raise ValueError(f"LARS needs the norms of whole parameters, and {name} is a part that cannot say of what")
+            if strange := set(getattr(p, "sharded_over", ())) - {"data", "tensor", "pipeline"}:
+                raise ValueError(
+                    f"LARS needs the norms of whole parameters, and {name} is cut over {strange}, which no mesh has"
+                )
         self._adapted = {name: p for name, p in self.parameters.items() if _axes(p) > 1}
         self._norms([p.data for p in self._adapted.values()], list(self._adapted.values()), mesh)  # raises now or never
         self._keep("momentum")
