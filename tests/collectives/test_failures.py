@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import descriptors, symmetric_maps
+from leftovers import descriptors, symmetric_maps
 from survivors import SOON, Outcome, die, now_it_happens, outcomes, stop
 
 import collectives
@@ -552,7 +552,7 @@ def test_a_forked_child_may_not_go_on_as_the_rank() -> None:
 STARTING = """
 import gc, os, sys, time
 sys.path.append({folder!r})
-from conftest import descriptors, symmetric_maps
+from leftovers import descriptors, symmetric_maps
 from survivors import die, report
 import collectives
 from collectives import host, initialise, memory
