@@ -59,7 +59,8 @@ def cache_folder() -> Path:
 @cache
 def _fingerprint() -> str:
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
+    folder = Path(__file__).parent
+    for source in sorted([*folder.rglob("*.py"), *folder.rglob("*.cu")]):
         digest.update(source.read_bytes())
     processor = (llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
     digest.update(repr((version("numba"), version("llvmlite"), processor)).encode())

@@ -153,7 +153,8 @@ def test_the_wheel_holds_every_module_of_the_four_packages_and_nothing_else(tmp_
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("mgpu_core-*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == {name_of(path) for path in MODULES} | {f"{package}/py.typed" for package in PACKAGES}
+    data = {"kernels/pack.cu", *(f"{package}/py.typed" for package in PACKAGES)}
+    assert held == {name_of(path) for path in MODULES} | data
 
 
 OLD = "#!/bin/sh\nexit 1\n"
