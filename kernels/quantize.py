@@ -6,8 +6,8 @@ from optimisers' state (Dettmers et al., "8-bit Optimizers via Block-wise Quanti
 
 A block with a NaN or an infinity becomes NaN as a whole, so that what is not finite is not hidden.
 
-`pack_blocks` and `unpack_blocks` are the kernels, one source for every target; `pack` and `unpack` say the same in
-NumPy, bit for bit.
+`pack_blocks`, `unpack_blocks` and `reduce_blocks` are the kernels, one source for every target; `pack`, `unpack` and
+`reduce` say the same in NumPy, bit for bit.
 """
 
 from __future__ import annotations
@@ -51,6 +51,16 @@ def unpack(packed: Array, block: int, code: str = "int8") -> Array:
     scale = np.ascontiguousarray(records[:, :SCALE_BYTES]).view(np.float32)
     codes = records[:, SCALE_BYTES:].view(np.int8 if code == "int8" else ml_dtypes.float8_e4m3fn)
     return (codes.astype(np.float32) * scale).reshape(-1)
+
+
+def reduce(packed: Array, block: int, code: str = "int8") -> Array:
+    """The float32 sum of `senders` packed arrays, in order, packed again: uint8 (senders, n / block, 4 + block) to
+    (n / block, 4 + block)."""
+    total = unpack(packed[0], block, code)
+    with np.errstate(all="ignore"):
+        for part in packed[1:]:
+            total = total + unpack(part, block, code)
+    return pack(total, block, code)
 
 
 # The kernels. A float32 is passed as its bits, a non-negative integer, so that all that is passed are integers.
@@ -139,6 +149,14 @@ def decode(byte: int, code: int) -> int:
 
 
 @portable
+def scale_for(largest: int, code: int) -> int:
+    """The scale of a block by its largest magnitude, as float32; NaN if that is not finite."""
+    if largest < _INFINITY:
+        return divide_floats(largest, largest_code(code))
+    return _NAN
+
+
+@portable
 def pack_blocks(dst: int, src: int, blocks: int, block: int, code: int, lane: int, lanes: int) -> int:
     """`pack` at addresses, with `block` a multiple of 4; lane by lane a block. Returns 0."""
     b = lane
@@ -147,9 +165,7 @@ def pack_blocks(dst: int, src: int, blocks: int, block: int, code: int, lane: in
         largest = 0
         for i in range(block):
             largest = max(largest, load_bits(values + 4 * i) & 0x7FFFFFFF)  # NaN is the largest of all
-        scale = _NAN
-        if largest < _INFINITY:
-            scale = divide_floats(largest, largest_code(code))
+        scale = scale_for(largest, code)
         store_bits(record, scale)
         for i in range(block):
             byte = 0
@@ -169,5 +185,42 @@ def unpack_blocks(dst: int, src: int, blocks: int, block: int, code: int, lane: 
         scale = load_bits(record)
         for i in range(block):
             store_bits(values + 4 * i, multiply_floats(decode(load_byte(record + 4 + i), code), scale))
+        b += lanes
+    return 0
+
+
+@portable
+def sum_codes(src: int, senders: int, stride: int, at: int, i: int, code: int) -> int:
+    """The float32 sum, in order, of every sender's element i of the record that lies `at` bytes into its part."""
+    total = 0
+    for s in range(senders):
+        record = src + s * stride + at
+        value = multiply_floats(decode(load_byte(record + SCALE_BYTES + i), code), load_bits(record))
+        total = value if s == 0 else add_floats(total, value)
+    return total
+
+
+@portable
+def reduce_blocks(
+    dst: int, src: int, senders: int, blocks: int, block: int, code: int, lane: int, lanes: int
+) -> int:  # fmt: skip
+    """`reduce` at addresses, with `block` a multiple of 4; lane by lane a block. Returns 0.
+
+    It adds a block up twice, once for its scale and once for its codes, and so needs no room for the sums.
+    """
+    stride = (SCALE_BYTES + block) * blocks
+    b = lane
+    while b < blocks:
+        at = (SCALE_BYTES + block) * b
+        largest = 0
+        for i in range(block):
+            largest = max(largest, sum_codes(src, senders, stride, at, i, code) & 0x7FFFFFFF)
+        scale = scale_for(largest, code)
+        store_bits(dst + at, scale)
+        for i in range(block):
+            byte = 0
+            if 0 < scale < _INFINITY:
+                byte = encode(divide_floats(sum_codes(src, senders, stride, at, i, code), scale), code)
+            store_byte(dst + at + SCALE_BYTES + i, byte)
         b += lanes
     return 0

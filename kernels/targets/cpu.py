@@ -19,10 +19,10 @@ from numba.core.datamodel import PrimitiveModel
 from numba.core.extending import intrinsic, register_model
 from numba.core.registry import cpu_target
 
-from kernels import atomic, elementwise, executor, progress, quantize
+from kernels import atomic, elementwise, executor, lowlatency, optimizers, progress, quantize
 from kernels.dtypes import DType, find
 from kernels.portable import bind
-from kernels.targets.groups import Vector, group_bodies
+from kernels.targets.groups import Vector, group_bodies, optimizer_bodies
 from kernels.targets.scalars import scalar_bodies
 from kernels.targets.vector import Group
 
@@ -64,6 +64,28 @@ def store_word(typing, address, value):  # type: ignore[no-untyped-def]
         b.store(value, _pointer(b, address, _I64))
 
     return types.none(types.int64, types.int64), _emit(generate)
+
+
+@intrinsic
+def load_pair(typing, address):  # type: ignore[no-untyped-def]
+    pair = types.UniTuple(types.int64, 2)
+
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        places = (args[0], b.add(args[0], ir.Constant(_I64, 8)))
+        words = [b.load_atomic(_pointer(b, place, _I64), ordering="monotonic", align=8) for place in places]
+        return context.make_tuple(b, pair, words)
+
+    return pair(types.int64), codegen
+
+
+@intrinsic
+def store_pair(typing, address, first, second):  # type: ignore[no-untyped-def]
+    def generate(b, address, *words):  # type: ignore[no-untyped-def]
+        for i, word in enumerate(words):
+            place = _pointer(b, b.add(address, ir.Constant(_I64, 8 * i)), _I64)
+            b.store_atomic(word, place, ordering="monotonic", align=8)
+
+    return types.none(types.int64, types.int64, types.int64), _emit(generate)
 
 
 @intrinsic
@@ -233,6 +255,8 @@ PRIMITIVES = {
     "sync": sync,
     "copy_bytes": copy_bytes,
     "combine": call_reduction,
+    "load_pair": load_pair,
+    "store_pair": store_pair,
     **scalar_bodies(intrinsic),
 }
 
@@ -273,16 +297,42 @@ def _reduction(dtype: DType, operation: str) -> dict[str, Any]:
     return bodies
 
 
+def _small(name: str, operation: str) -> dict[str, Any]:
+    """The primitives of `lowlatency.all_reduce` for one dtype and operation."""
+    dtype = find(name)
+    group = Group(dtype, operation, lowlatency.elements(dtype), align=1, half=_converts_float16())
+    return {**PRIMITIVES, **group_bodies(group, intrinsic)}
+
+
+def _optimizer(rule: str, dtype: str) -> dict[str, Any]:
+    """The primitives of `optimizers.update` for a rule and the gradients' dtype."""
+    gradient = find(dtype)
+    state = find(gradient.accumulator)
+    pairs = [
+        [Group(each, "sum", width, align=1, half=_converts_float16()) for each in (gradient, state)]
+        for width in (64 // state.itemsize, 1)
+    ]
+    return optimizer_bodies(rule, pairs, 1, load_word, _jit, intrinsic)
+
+
 def compile_function(name: str) -> bytes:
     """Object code for this processor of `execute`, of a function of `kernels/progress.py`, `atomic.py` or
-    `quantize.py`, or of `reduce-<dtype>-<operation>`.
+    `quantize.py`, of `reduce-<dtype>-<operation>`, `small-<dtype>-<operation>` (`kernels/lowlatency.py`), or
+    `sgd-<dtype>` and `adamw-<dtype>` (`kernels/optimizers.py`).
 
     It holds two symbols to use: `native`, in Numba's calling convention, and `python`, a METH_FASTCALL function.
     """
-    if name.startswith("reduce-"):
-        _, dtype, operation = name.split("-")
+    kind, *names = name.split("-")
+    source: Callable[..., Any]
+    if kind == "reduce":
         source = elementwise.reduce
-        inner = bind(source, _reduction(find(dtype), operation), _jit)
+        inner = bind(source, _reduction(find(names[0]), names[1]), _jit)
+    elif kind == "small":
+        source = lowlatency.all_reduce
+        inner = bind(source, _small(*names), _jit)
+    elif kind in optimizers.RULES:
+        source = optimizers.update
+        inner = bind(source, _optimizer(kind, *names), _jit)
     else:
         home = next((module for module in (progress, atomic, quantize) if hasattr(module, name)), executor)
         source = getattr(home, name)

@@ -20,11 +20,11 @@ from numba.cuda.datamodel import models
 from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.extending import intrinsic, register_model
 
-from kernels import elementwise, executor, quantize
+from kernels import elementwise, executor, lowlatency, optimizers, quantize
 from kernels.dtypes import DType, find
 from kernels.grid import LONG_NS, MOST_LANES, PATIENCE_NAPS, PATIENCE_STOP, SHORT_NAPS, SHORT_NS
 from kernels.portable import bind
-from kernels.targets.groups import Vector, group_bodies
+from kernels.targets.groups import Vector, group_bodies, optimizer_bodies
 from kernels.targets.scalars import scalar_bodies
 from kernels.targets.vector import Group
 
@@ -93,6 +93,27 @@ def raise_flag(typing, flag, value):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_pair(typing, address):  # type: ignore[no-untyped-def]
+    pair = types.UniTuple(types.int64, 2)
+
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        both = ir.LiteralStructType([_I64] * 2)
+        words = _assembly(b, "ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];", "=l,=l,l", both, args[0])
+        return context.make_tuple(b, pair, [b.extract_value(words, i) for i in range(2)])
+
+    return pair(types.int64), codegen
+
+
+@intrinsic
+def store_pair(typing, address, first, second):  # type: ignore[no-untyped-def]
+    def codegen(context, b, signature, args):  # type: ignore[no-untyped-def]
+        _assembly(b, "st.relaxed.sys.global.v2.b64 [$0], {$1, $2};", "l,l,l", ir.VoidType(), *args)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -236,6 +257,9 @@ PRIMITIVES = {
     "sync": sync,
     "copy_bytes": bind(elementwise.copy, _copy_bodies(), _jit),
     "combine": combine,
+    "load_pair": load_pair,
+    "store_pair": store_pair,
+    **scalar_bodies(intrinsic),
 }
 
 
@@ -263,9 +287,7 @@ def compile_kernel(dtype: str, operation: str, architecture: tuple[int, int]) ->
     Its argument is the address of a table of jobs, one for each rank that takes part in the launch; its grid: channels
     by ranks; its block: up to `MOST_LANES` lanes. See `kernels.executor.run_call`.
     """
-    modules = _executor() + _combine(dtype, operation)
-    ptx = nvvm.compile_ir(modules, arch="compute_{}{}".format(*architecture), **_OPTIONS)
-    return Kernel(ptx.decode().strip("\0\n"), architecture)
+    return _kernel(_executor() + _combine(dtype, operation), "execute", architecture)
 
 
 @cache
@@ -283,17 +305,78 @@ def _executor() -> list[str]:
 
 
 @cache
-def compile_quantize(name: str, architecture: tuple[int, int]) -> Kernel:
-    """A kernel of `kernels.quantize`, `pack_blocks` or `unpack_blocks`: dst, src, blocks, block, code; for any grid."""
-    run = bind(getattr(quantize, name), scalar_bodies(intrinsic), _jit)
+def compile_small(dtype: str, operation: str, architecture: tuple[int, int]) -> Kernel:
+    """The kernel `small`: `lowlatency.run_call` for one dtype and operation.
+
+    Its argument and launch are those of `compile_kernel`, with jobs of `kernels.lowlatency`.
+    """
+    return _kernel(_small(dtype, operation), "small", architecture)
+
+
+@cache
+def _small(dtype: str, operation: str) -> list[str]:
+    element = find(dtype)
+    group = group_bodies(_Group(element, operation, lowlatency.elements(element), 8), intrinsic)
+    run = bind(lowlatency.run_call, {**PRIMITIVES, **group}, _jit)
     integer = types.int64
 
-    def grid(dst, src, blocks, block, code):  # type: ignore[no-untyped-def]
-        lanes = integer(cuda.blockDim.x)
-        lane = integer(cuda.blockIdx.x) * lanes + integer(cuda.threadIdx.x)
-        run(dst, src, blocks, block, code, lane, lanes * integer(cuda.gridDim.x))
+    def block(jobs):  # type: ignore[no-untyped-def]
+        job = load_word(jobs + 8 * integer(cuda.blockIdx.y))
+        run(job, integer(cuda.blockIdx.x), integer(cuda.gridDim.x), integer(cuda.threadIdx.x), integer(cuda.blockDim.x))
 
-    ptx = nvvm.compile_ir(_entry(grid, 5, name), arch="compute_{}{}".format(*architecture), **_OPTIONS)
+    return _entry(block, 1, "small")
+
+
+@cache
+def compile_optimizer(rule: str, dtype: str, architecture: tuple[int, int]) -> Kernel:
+    """The kernel of a rule, `sgd` or `adamw`, for gradients of one dtype. It takes a job of `kernels.optimizers`, and
+    any grid."""
+    gradient = find(dtype)
+    state = find(gradient.accumulator)
+    width = _VECTOR // gradient.itemsize
+    pieces = width * state.itemsize // _VECTOR
+    pairs = (
+        (_Group(gradient, "sum", width, _VECTOR), _Group(state, "sum", width, _VECTOR, pieces)),
+        (_Group(gradient, "sum", 1, gradient.itemsize), _Group(state, "sum", 1, state.itemsize)),
+    )
+    update = bind(optimizers.update, optimizer_bodies(rule, pairs, _VECTOR, load_word, _jit, intrinsic), _jit)
+
+    def grid(job):  # type: ignore[no-untyped-def]
+        lane, lanes = _lane_of_grid()
+        update(job, lane, lanes)
+
+    return _kernel(_entry(grid, 1, rule), rule, architecture)
+
+
+@cache
+def compile_quantize(name: str, architecture: tuple[int, int]) -> Kernel:
+    """A kernel of `kernels.quantize`, with its arguments but for the lanes, which are those of any grid."""
+    run = bind(getattr(quantize, name), scalar_bodies(intrinsic), _jit)
+
+    def grid(dst, src, blocks, block, code):  # type: ignore[no-untyped-def]
+        lane, lanes = _lane_of_grid()
+        run(dst, src, blocks, block, code, lane, lanes)
+
+    def grid_of_many(dst, src, senders, blocks, block, code):  # type: ignore[no-untyped-def]
+        lane, lanes = _lane_of_grid()
+        run(dst, src, senders, blocks, block, code, lane, lanes)
+
+    modules = _entry(grid_of_many, 6, name) if name == "reduce_blocks" else _entry(grid, 5, name)
+    return _kernel(modules, name, architecture)
+
+
+_integer = types.int64
+
+
+@_jit
+def _lane_of_grid():  # type: ignore[no-untyped-def]
+    """This thread's number in the whole grid, and how many there are."""
+    lanes = _integer(cuda.blockDim.x)
+    return _integer(cuda.blockIdx.x) * lanes + _integer(cuda.threadIdx.x), lanes * _integer(cuda.gridDim.x)
+
+
+def _kernel(modules: list[str], name: str, architecture: tuple[int, int]) -> Kernel:
+    ptx = nvvm.compile_ir(modules, arch="compute_{}{}".format(*architecture), **_OPTIONS)
     return Kernel(ptx.decode().strip("\0\n"), architecture, name)
 
 

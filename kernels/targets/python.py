@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels import elementwise, primitives
-from kernels.dtypes import DType
+from kernels import elementwise, lowlatency, optimizers, primitives, quantize
+from kernels.dtypes import DType, find
 from kernels.portable import bind
 
 Array = npt.NDArray[Any]
@@ -47,6 +47,10 @@ PRIMITIVES: dict[str, Any] = {
     "doze": primitives.doze,
     "sync": primitives.sync,
     "copy_bytes": bind(elementwise.copy, _COPIES, as_it_is),
+    "load_pair": lowlatency.load_pair,
+    "store_pair": lowlatency.store_pair,
+    "load_byte": quantize.load_byte,
+    "store_byte": quantize.store_byte,
 }
 
 
@@ -69,6 +73,34 @@ def reduction(dtype: DType, operation: str) -> Callable[..., int]:
         bound[name] = bind(elementwise.reduce_group, {**methods, "load_word": primitives.load_word}, as_it_is)
     reduce: Callable[..., int] = np.errstate(all="ignore")(bind(elementwise.reduce, bound, as_it_is))
     return reduce
+
+
+def small(dtype: DType, operation: str) -> dict[str, Any]:
+    """The primitives of `lowlatency.all_reduce` for one dtype and operation."""
+    group = _Group(dtype, operation, lowlatency.elements(dtype), 1)
+    names = ("widen", "narrow", "apply", "premultiply", "finish")
+    methods: dict[str, Any] = {name: np.errstate(all="ignore")(getattr(group, name)) for name in names}
+    return {**PRIMITIVES, **methods}
+
+
+def optimizer(rule: str, dtype: DType) -> Callable[[int, int, int], int]:
+    """`optimizers.update` for a rule and the gradients' dtype."""
+    state = find(dtype.accumulator)
+    constants = {"alignment": 1, "width": 8, "state_bytes": state.itemsize, "gradient_bytes": dtype.itemsize}
+    bodies: dict[str, Any] = {name: lambda value=value: value for name, value in constants.items()}
+    bodies["load_word"] = primitives.load_word
+    for name in ("add", "subtract", "multiply", "divide", "root"):
+        bodies[name] = getattr(optimizers, name)
+    bodies["splat"] = lambda bits: np.int64(bits).view(np.float64).astype(state.numpy)
+    for name, width in (("update_wide", 8), ("update_one", 1)):
+        inner, outer = _Group(state, "sum", width, 1), _Group(dtype, "sum", width, 1)
+        places = {
+            "load": inner.load, "store": inner.store, "load_gradient": outer.load, "store_copy": outer.store,
+        }  # fmt: skip
+        inside = {**bodies, "width": lambda width=width: width, **places}
+        bodies[name] = bind(getattr(optimizers, f"{rule}_groups"), inside, as_it_is)
+    update: Callable[[int, int, int], int] = np.errstate(all="ignore")(bind(optimizers.update, bodies, as_it_is))
+    return update
 
 
 @dataclass(frozen=True)
@@ -95,6 +127,14 @@ class _Group:
         rounded = group.view(self.dtype.numpy) if self.dtype.kind == "complex" else group.astype(self.dtype.numpy)
         for piece, values in zip(self._pieces(address, stride), np.split(rounded, self.pieces)):
             piece[:] = values
+
+    def widen(self, data: int) -> Array:
+        words = np.array([data & (2**64 - 1)], np.uint64).view(self.dtype.numpy)
+        return words.view(words.real.dtype) if self.dtype.kind == "complex" else words.astype(self.dtype.accumulator)
+
+    def narrow(self, group: Array) -> int:
+        rounded = group.view(self.dtype.numpy) if self.dtype.kind == "complex" else group.astype(self.dtype.numpy)
+        return int(rounded.view(np.int64)[0])
 
     def apply(self, left: Array, right: Array) -> Array:
         op = "sum" if self.operation in ("avg", "premul_sum") else self.operation

@@ -16,7 +16,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import config
 
-from kernels import executor, progress
+from kernels import executor, lowlatency, progress
 from kernels.dtypes import DTYPES, OPERATIONS, find
 from kernels.executor import BLOCKED, JOB_PLACE, PLACE_STATUS
 from kernels.native import Native
@@ -82,3 +82,30 @@ def load(name: str) -> Native:
         return Native(execute, 0)
     known: dict[Any, Any] = {executor.execute: execute}
     return Native(bind(getattr(progress, name), python.PRIMITIVES, python.as_it_is, known), 0)
+
+
+@cuda.jit
+def _small(number, job):  # type: ignore[no-untyped-def]
+    _all_reduce(number)(job, cuda.blockIdx.x, cuda.gridDim.x, cuda.threadIdx.x, cuda.blockDim.x)
+
+
+@cache
+def _all_reduce(number: int) -> Callable[..., int]:
+    bodies = python.small(DTYPES[number >> 8], OPERATIONS[number & 0xFF])
+    return bind(lowlatency.all_reduce, {**bodies, "sync": sync}, python.as_it_is)
+
+
+def small(dtype: str, operation: str) -> Callable[[int, int, int], int]:
+    """`lowlatency.all_reduce` for one dtype and operation: a function of a job, of channels and of lanes."""
+    number = find(dtype).code << 8 | OPERATIONS.index(operation)
+
+    def run(job: int, channels: int, lanes: int) -> int:
+        with _one_launch:
+            _small[channels, lanes](number, job)
+        states = load_word(job + 8 * lowlatency.JOB_STATES)
+        stride = 8 * lowlatency.STATE_WORDS
+        status = [load_word(states + stride * c + 8 * lowlatency.STATE_STATUS) for c in range(channels)]
+        store_word(job + 8 * lowlatency.JOB_AGAIN, BLOCKED in status)
+        return BLOCKED if BLOCKED in status else executor.DONE
+
+    return run

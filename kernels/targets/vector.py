@@ -189,6 +189,14 @@ class Group:
         sign = b.and_(b.lshr(bits, self._all(_I32, 32 - width)), self._all(_I32, 1 << (width - 1)))
         return b.trunc(b.or_(result, sign), self.stored)
 
+    def widen(self, b: ir.IRBuilder, data: ir.Value) -> ir.Value:
+        """The group that an integer as wide as its elements holds."""
+        return self._widen(b, b.bitcast(data, self.stored))
+
+    def narrow(self, b: ir.IRBuilder, group: ir.Value) -> ir.Value:
+        """The integer that holds the group, rounded to nearest even."""
+        return b.bitcast(self._round(b, group), ir.IntType(8 * self.bytes * self.lanes))
+
     # Arithmetic
 
     def apply(self, b: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
@@ -229,8 +237,18 @@ class Group:
         if self.operation != "premul_sum":
             return group
         if self.floating:
-            return b.fmul(group, self._splat(b, self._double(b, b.bitcast(scale, ir.DoubleType()))))
+            return b.fmul(group, self.splat(b, scale))
         return b.mul(group, self._splat(b, scale if self.type.element == _I64 else b.trunc(scale, self.type.element)))
+
+    def splat(self, b: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+        """A group of one float: a double, given by its bits as an i64."""
+        return self._splat(b, self._double(b, b.bitcast(bits, ir.DoubleType())))
+
+    def root(self, b: ir.IRBuilder, group: ir.Value) -> ir.Value:
+        """Square roots of floats."""
+        name = f"llvm.sqrt.v{self.lanes}f{8 * max(4, self.bytes)}"
+        function = b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(self.type, [self.type]), name)
+        return b.call(function, [group])
 
     def finish(self, b: ir.IRBuilder, group: ir.Value, ranks: ir.Value) -> ir.Value:
         """The group divided by `ranks`, an i64."""

@@ -17,21 +17,24 @@ import sys
 import numpy as np
 from numba import cuda
 from kernels import quantize
-pack, unpack = quantize.pack_blocks, quantize.unpack_blocks
+pack, unpack, reduce = quantize.pack_blocks, quantize.unpack_blocks, quantize.reduce_blocks
 
 @cuda.jit
-def both(packed, values, result, blocks, block, code):
+def all_three(packed, values, result, total, blocks, block, code):
     lane, lanes = cuda.threadIdx.x, cuda.blockDim.x
     pack(packed, values, blocks, block, code, lane, lanes)
     cuda.syncthreads()
     unpack(result, packed, blocks, block, code, lane, lanes)
+    cuda.syncthreads()
+    reduce(total, packed, 1, blocks, block, code, lane, lanes)
 
 values = np.frombuffer(sys.stdin.buffer.read(), np.float32).copy()
 block, code = int(sys.argv[1]), int(sys.argv[2])
 blocks = len(values) // block
 packed, result = np.zeros(blocks * (4 + block), np.uint8), np.zeros_like(values)
-both[1, 3](packed.ctypes.data, values.ctypes.data, result.ctypes.data, blocks, block, code)
-sys.stdout.buffer.write(packed.tobytes() + result.tobytes())
+total = np.zeros_like(packed)
+all_three[1, 3](*(a.ctypes.data for a in (packed, values, result, total)), blocks, block, code)
+sys.stdout.buffer.write(packed.tobytes() + result.tobytes() + total.tobytes())
 """
 
 
@@ -97,8 +100,30 @@ def test_the_simulator_has_the_bits_of_numpy(code):
         [sys.executable, "-c", SIMULATED, "32", str(quantize.CODES[code])],
         input=x.tobytes(), capture_output=True, env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}, check=True,
     )  # fmt: skip
-    bytes_ = np.frombuffer(done.stdout, np.uint8)
-    assert_same((bytes_[: 13 * 36], bytes_[13 * 36 :].copy().view(np.float32)), x, 32, code)
+    packed, result, total = np.split(np.frombuffer(done.stdout, np.uint8), [13 * 36, 13 * 36 + 13 * 128])
+    assert_same((packed, result.copy().view(np.float32)), x, 32, code)
+    np.testing.assert_array_equal(total.reshape(13, 36), quantize.reduce(packed.reshape(1, 13, 36), 32, code))
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("senders", "blocks", "block"), [(1, 13, 32), (2, 1, 4), (3, 20, 12), (8, 13, 128), (5, 0, 4)])
+def test_a_sum_of_packed_blocks_is_that_of_what_they_stand_for_packed(code, senders, blocks, block):
+    parts = np.stack([quantize.pack(np.roll(values(blocks, block, s), s), block, code) for s in range(senders)])
+    total = np.zeros(blocks * block, np.float32)
+    with np.errstate(all="ignore"):
+        for s in range(senders):
+            total = quantize.unpack(parts[s], block, code) + (total if s else -0.0)
+    wanted = quantize.pack(total, block, code)
+    np.testing.assert_array_equal(quantize.reduce(parts, block, code), wanted)
+    for reduce in (native.load("reduce_blocks").call, quantize.reduce_blocks):
+        if parts.size < 5000 or reduce is not quantize.reduce_blocks:
+            found = np.full((blocks, 4 + block), 0xA5, np.uint8)
+            for lane in range(3):
+                with np.errstate(all="ignore"):
+                    reduce(
+                        found.ctypes.data, parts.ctypes.data, senders, blocks, block, quantize.CODES[code], lane, 3
+                    )  # fmt: skip
+            np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -121,7 +146,7 @@ def test_all_codes_come_back(code):
     )
 
 
-@pytest.mark.parametrize("name", ["pack_blocks", "unpack_blocks"])
+@pytest.mark.parametrize("name", ["pack_blocks", "unpack_blocks", "reduce_blocks"])
 @pytest.mark.parametrize("architecture", [(8, 0), (9, 0), (10, 0)])
 def test_it_compiles_for_gpus_with_exact_arithmetic(name, architecture):
     cuda = pytest.importorskip("kernels.targets.cuda", reason="CUDA's compilers are missing", exc_type=ImportError)
@@ -129,7 +154,7 @@ def test_it_compiles_for_gpus_with_exact_arithmetic(name, architecture):
     assert re.findall(r"\.entry (\w+)", kernel.ptx) == [name] and ".extern" not in kernel.ptx
     assert ".target sm_{}{}\n".format(*architecture) in kernel.ptx
     assert not re.search(r"\bfma\.|\.ftz|div\.(approx|full)", kernel.ptx)
-    assert re.search(r"div\.rn\.f32" if name == "pack_blocks" else r"mul(\.rn)?\.f32", kernel.ptx)
+    assert re.search(r"mul(\.rn)?\.f32" if name == "unpack_blocks" else r"div\.rn\.f32", kernel.ptx)
     if architecture == (9, 0):
         pytest.importorskip("cuda.core", reason="cuda-core is not installed")
         assert kernel.cubin[:4] == b"\x7fELF" and name.encode() in kernel.cubin
