@@ -102,7 +102,7 @@ def draw_curves(
         samples, losses = column(steps, "samples"), column(steps, "loss")
 
         loss.plot(samples, losses, color=blue, alpha=0.3, linewidth=1)
-        loss.plot(samples, _smooth(losses), color=blue, label="training, smoothed")
+        loss.plot(samples, smooth(losses), color=blue, label="training, smoothed")
         loss.plot(column(epochs, "samples"), column(epochs, "test_loss"), "o", color=orange, label="test")
         loss.set(title="Loss", ylabel=loss_title, ylim=(0, None))
         loss.legend(frameon=False)
@@ -119,7 +119,7 @@ def draw_curves(
 
         speeds = column(steps, "samples_per_second")
         speed.plot(samples, speeds, color=green, alpha=0.3, linewidth=1)
-        speed.plot(samples, _smooth(speeds), color=green)
+        speed.plot(samples, smooth(speeds), color=green)
         speed.set(title=f"{unit.capitalize()} per second, all ranks", ylim=(0, None))
         speed.yaxis.set_major_formatter(EngFormatter(sep=""))
 
@@ -131,7 +131,7 @@ def draw_curves(
         figure.savefig(picture, dpi=130)
 
 
-def _smooth(values: list[float], keep: float = 0.9) -> list[float]:
+def smooth(values: list[float], keep: float = 0.9) -> list[float]:
     """The exponential moving average, less its start-up bias (as in Adam, arXiv:1412.6980)."""
     smooth, total, weight = [], 0.0, 0.0
     for value in values:

@@ -1,13 +1,14 @@
 """The training loop, for one process or many ranks.
 
-    trainer = Trainer(model, optimizer, schedule, train, test, loss=..., score=..., folder="runs/mine")
+    trainer = Trainer(strategy, schedule, train, test, loss=..., score=..., folder="runs/mine")
     trainer.resume("runs/mine/checkpoint.safetensors")      # to go on with an earlier run
     trainer.fit(epochs=4)
 
-Rank 0 writes metrics.jsonl and checkpoint.safetensors into `folder`. A checkpoint holds the model, the optimiser and
+How the ranks share the work is the strategy's business: see `mgpu_core.parallel.strategies`. Rank 0 writes
+metrics.jsonl and checkpoint.safetensors into `folder`. A checkpoint holds the model, the optimiser and
 the position in the data. All else (the order of the data, augmentation, dropout, the learning rate) is a function of
 the seed and the position, so a resumed run repeats, bit for bit, what the uninterrupted one does on as many ranks,
-and within rounding on any other number.
+and within rounding on any other number and with any other strategy that trains in step.
 """
 
 from __future__ import annotations
@@ -16,66 +17,41 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from collectives.timeline import span
 from mgpu_core import checkpoint, random
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import Batch, Loader
 from mgpu_core.metrics import Metrics
-from mgpu_core.nn import Module
-from mgpu_core.optim import Optimizer
+from mgpu_core.parallel.strategies import Done, Loss, Score, Strategy, never
 from mgpu_core.schedule import Schedule
-from mgpu_core.tensor import Tensor
 
 CHECKPOINT = "checkpoint.safetensors"
 METRICS = "metrics.jsonl"
-
-Arrays = tuple[Any, ...]
-
-
-class Strategy(Protocol):
-    """What stands between a model and its trainer: how the ranks share the work. `DataParallel` is one.
-
-    Attributes:
-        model: what this rank holds of the model.
-        comm: all ranks that train it; None for a single one.
-    """
-
-    model: Module
-    comm: Any
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        """The outputs for this rank's samples."""
-
-    def synchronize(self) -> float:
-        """Wait until the gradients are those of the whole batch; the seconds that took."""
-
-    def average_buffers(self) -> None:
-        """Make alike what ranks keep apart in training: before a test, and before a checkpoint."""
 
 
 class Trainer:
     """Trains a model and measures it; can stop after any step, and go on from there.
 
     Args:
-        model: the model, in a strategy that knows the ranks.
-        optimizer: of the model's parameters.
+        strategy: the model and its optimiser, and how the ranks share the work.
         schedule: the learning rate as a function of the number of steps done.
-        train, test: loaders, set up for this rank.
-        loss: of the model and a batch's arrays: the sum of its samples' losses, a tensor of one element.
-        score: of the model and a batch's arrays: by name, a value for each sample, (n,); their means over the test set
+        train, test: loaders, made with `strategy.part` and `strategy.test_part`.
+        loss: of a model and a batch's arrays, the first of which it gives to the model: the sum of its samples' losses,
+            a tensor of one element.
+        score: of a model and a batch's arrays: by name, a value for each sample, (n,); their means over the test set
             are the test results. For instance {"test_loss": losses, "test_accuracy": predicted == labels}.
         folder: where to put metrics and checkpoints; None keeps none.
         settings: what else is worth keeping in metrics and checkpoints, as JSON values.
         unit: what a sample is called when speed is shown.
+        tests: how often to test in an epoch.
 
     Attributes:
         epoch, step: the position: the next step to do is number `step` of `epoch`.
@@ -86,32 +62,31 @@ class Trainer:
 
     def __init__(
         self,
-        model: Strategy,
-        optimizer: Optimizer,
+        strategy: Strategy,
         schedule: Schedule,
         train: Loader,
         test: Loader,
         *,
-        loss: Callable[[Any, Arrays], Tensor],
-        score: Callable[[Any, Arrays], Mapping[str, Any]],
+        loss: Loss,
+        score: Score,
         folder: str | Path | None = None,
         settings: Mapping[str, Any] | None = None,
         unit: str = "samples",
+        tests: int = 1,
     ) -> None:
-        self.model = model
-        self.comm = model.comm
-        self.optimizer = optimizer
+        self.strategy = strategy
         self.schedule = schedule
         self.train = train
         self.test = test
         self.loss = loss
         self.score = score
-        self.size = 1 if self.comm is None else self.comm.size
-        self.leads = self.comm is None or self.comm.rank == 0
+        self.size = 1 if strategy.comm is None else strategy.comm.size
+        self.leads = strategy.comm is None or strategy.comm.rank == 0
         self.folder = Path(folder) if folder is not None and self.leads else None
-        self._writer = None if folder is None else checkpoint.Writer(Path(folder) / CHECKPOINT, self.comm)
+        self._writer = None if folder is None else checkpoint.Writer(Path(folder) / CHECKPOINT, strategy.comm)
         self.settings = dict(settings or {})
         self.unit = unit
+        self.tests = tests
         self.epoch = 0
         self.step = 0
         self.seconds = 0.0
@@ -142,69 +117,66 @@ class Trainer:
         self.interrupted = False
         with stop_request() as stop, _Report(self, epochs) as report, self._writer or nullcontext():
             while self.epoch < epochs and self.steps_done < limit and not self.interrupted:
-                with self.train.epoch(self.epoch, self.step) as batches:
+                tested_at = self._next_test()
+                last = int(min(tested_at, self.step + limit - self.steps_done))
+                with closing(self.strategy.batches(self.train, self.epoch, self.step, last)) as batches:
                     began = time.perf_counter()
                     for batch in batches:
-                        loss, waited, self.interrupted = self.training_step(batch, stop)
-                        seconds = time.perf_counter() - began
-                        began += seconds
+                        done = self.training_step(batch, stop)
+                        began, seconds = time.perf_counter(), time.perf_counter() - began
                         self.seconds += seconds
-                        self.step += 1
-                        report.step(batch, loss, seconds, waited)
-                        if self.interrupted or self.steps_done >= limit:
-                            break
-                if self.step == self.train.sampler.steps:
+                        report.step(batch, done, seconds)
+                    self.seconds += time.perf_counter() - began
+                self.step, self.interrupted = self.strategy.reached, self.strategy.stopped
+                if self.step == tested_at:
                     self.scores = self.evaluate()
-                    report.epoch(self.epoch)
-                    self.epoch, self.step = self.epoch + 1, 0
-                self.save()
+                    report.test()
+                    if self.step == self.train.sampler.steps:
+                        self.epoch, self.step = self.epoch + 1, 0
+                if self.step == 0 or self.interrupted or self.steps_done >= limit:
+                    self.save()
 
-    def training_step(self, batch: Batch, stop: threading.Event | None = None) -> tuple[float, float, bool]:
-        """Train on one batch, of which this rank holds a part.
-
-        Returns: the mean loss over the global batch; the mean over the ranks of the seconds they waited for
-        communication; and whether `stop` is set on any rank.
-        """
-        self.optimizer.lr = self.schedule(self.steps_done)
-        self.optimizer.zero_grad()
+    def training_step(self, batch: Batch, stop: threading.Event | None = None) -> Done:
+        """Train on one batch, of which this rank holds a part; ask all to stop if `stop` is set."""
+        at = batch.epoch * self.train.sampler.steps + batch.step
+        self.step = batch.step
         places = range(batch.start, batch.start + len(batch.indices))
-        with random.batch(seed=self.train.sampler.seed, step=self.steps_done, samples=places), span("forward"):
-            loss = self.loss(self.model, batch.arrays) / batch.global_count
-        with span("backward"):
-            loss.backward()
-        with span("wait for gradients", "wait"):
-            waited = self.model.synchronize()
-        with span("optimizer"):
-            self.optimizer.step()
-
-        mean_loss, waited, stops = self._sum_over_ranks([float(loss), waited, stop is not None and stop.is_set()])
-        if not math.isfinite(mean_loss):
+        lr = self.schedule(at)
+        with random.batch(seed=self.train.sampler.seed, step=at, samples=places):
+            done = self.strategy.step(batch, self.loss, lr, stop=never if stop is None else stop.is_set)
+        if not math.isfinite(done.loss):
             raise FloatingPointError(
-                f"the loss is {mean_loss} at step {self.step} of epoch {self.epoch}, with a learning rate of "
-                f"{self.optimizer.lr:.3g}; a lower rate or a longer warm-up is the usual cure"
+                f"the loss is {done.loss} at step {batch.step} of epoch {batch.epoch}, with a learning rate of "
+                f"{lr:.3g}; a lower rate or a longer warm-up is the usual cure"
             )
-        return mean_loss, waited / self.size, stops > 0
+        self.step += 1
+        return done
 
     def evaluate(self) -> dict[str, float]:
         """The mean of each score over the test set, all ranks together."""
         totals: dict[str, float] = {}
-        self.model.average_buffers()
-        self.model.model.eval()
+        self.strategy.settle()
+        self.strategy.module.eval()
         with no_grad(), self.test.epoch(0) as batches:
             for batch in batches:
-                for name, values in self.score(self.model, batch.arrays).items():
-                    totals[name] = totals.get(name, 0.0) + float(np.sum(values, dtype=np.float64))
-        self.model.model.train()
-        sums = self._sum_over_ranks(list(totals.values()))
-        return {name: total / self.test.sampler.count for name, total in zip(totals, sums)}
+                for name, value in self.strategy.score(self.score, batch.arrays).items():
+                    totals[name] = totals.get(name, 0.0) + value
+        self.strategy.module.train()
+        sums = self.strategy.sum(list(totals.values()))
+        return {name: total / self.test.sampler.count for name, total in zip(totals, sums)} | self.strategy.told()
+
+    def _next_test(self) -> int:
+        """The step of this epoch before which the next test is, after `step`."""
+        steps = self.train.sampler.steps
+        return next(end for i in range(self.tests) if (end := (i + 1) * steps // self.tests) > self.step)
 
     def save(self) -> None:
         """Write the checkpoint, in the background (rank 0 does; all ranks must call)."""
-        self.model.average_buffers()
+        self.strategy.settle()
         if self._writer is not None:
             position = {"epoch": self.epoch, "step": self.step, "seconds": self.seconds, "scores": self.scores}
             meta = {"settings": self.settings, "data": self._data(), **position}
-            self._writer.save(checkpoint.parts(self.model, self.optimizer), meta)
+            self._writer.save(self.strategy.parts(), meta)
 
     def resume(self, path: str | Path) -> None:
         """Go on where a checkpoint was written, by any number of ranks. All ranks must call, and can read the file.
@@ -218,9 +190,7 @@ class Trainer:
             raise checkpoint.CheckpointError(
                 f"{path} is from a run with {meta['data']}, but this one has {self._data()}"
             )
-        checkpoint.restore(path, checkpoint.parts(self.model, self.optimizer), self.comm)
-        if hasattr(self.model, "refresh"):
-            self.model.refresh()
+        self.strategy.load(path)
         self.epoch, self.step = meta["epoch"], meta["step"]
         self.seconds, self.scores = meta["seconds"], meta["scores"]
 
@@ -228,11 +198,6 @@ class Trainer:
         """What a position in the data refers to."""
         sampler = self.train.sampler
         return {"samples": sampler.count, "batch": sampler.batch, "seed": sampler.seed}
-
-    def _sum_over_ranks(self, values: list[float]) -> list[float]:
-        if self.comm is None:
-            return values
-        return self.comm.all_reduce(np.array(values, dtype=np.float64)).tolist()
 
 
 @contextmanager
@@ -266,6 +231,7 @@ class _Report:
         self.trainer = trainer
         self.epochs = epochs
         self.metrics: Metrics | None = None
+        self.reported = trainer.samples_done
         self.pace = np.zeros(3)  # samples, seconds, seconds waited: recent steps count most
 
     def __enter__(self) -> _Report:
@@ -288,32 +254,39 @@ class _Report:
         if self.metrics is not None:
             self.metrics.close()
 
-    def step(self, batch: Batch, loss: float, seconds: float, waited: float) -> None:
-        self.pace = 0.95 * self.pace + (batch.global_count, seconds, waited)
+    def step(self, batch: Batch, done: Done, seconds: float) -> None:
+        trainer = self.trainer
+        samples = trainer.samples_done - self.reported
+        self.reported = trainer.samples_done
+        self.pace = 0.95 * self.pace + (samples, seconds, done.waited)
         self.bar.set_description(f"epoch {batch.epoch + 1}/{self.epochs}", refresh=False)
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {self._pace()}", refresh=False)
-        self.bar.update()
+        self.bar.set_postfix_str(f"loss {done.loss:.3f}, {self._pace()}", refresh=False)
+        self.bar.update(trainer.steps_done - self.bar.n)
         self._record(
             "step",
-            batch.epoch,
             step=batch.step,
-            loss=loss,
-            learning_rate=self.trainer.optimizer.lr,
-            samples_per_second=batch.global_count / seconds,
-            waiting=waited / seconds,
+            loss=done.loss,
+            learning_rate=trainer.schedule(trainer.steps_done - 1),
+            samples_per_second=samples / seconds,
+            waiting=done.waited / seconds,
         )
 
-    def epoch(self, epoch: int) -> None:
-        scores = self.trainer.scores
-        if self.trainer.leads:
-            shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
-            self.bar.write(f"epoch {epoch + 1}/{self.epochs}: {shown}; {self._pace()}")
-        self._record("epoch", epoch, **scores)
+    def test(self) -> None:
+        trainer = self.trainer
+        ends = trainer.step == trainer.train.sampler.steps
+        self.reported = trainer.samples_done
+        if trainer.leads:
+            shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in trainer.scores.items())
+            position = trainer.epoch + trainer.step / trainer.train.sampler.steps
+            self.bar.write(f"epoch {position:.{0 if ends else 2}f}/{self.epochs}: {shown}; {self._pace()}")
+        self._record("epoch" if ends else "test", **trainer.scores)
 
-    def _record(self, event: str, epoch: int, **values: Any) -> None:
+    def _record(self, event: str, **values: Any) -> None:
         trainer = self.trainer
         if self.metrics is not None:
-            self.metrics.write(event, epoch=epoch, samples=trainer.samples_done, seconds=trainer.seconds, **values)
+            self.metrics.write(
+                event, epoch=trainer.epoch, samples=trainer.samples_done, seconds=trainer.seconds, **values
+            )
 
     def _pace(self) -> str:
         samples, seconds, waited = self.pace

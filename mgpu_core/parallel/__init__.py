@@ -1,6 +1,8 @@
-"""Strategies of parallel training. Each gives the loss curve of a single process, within float rounding.
+"""Strategies of parallel training. Each gives the loss curve of a single process, within float rounding, but for
+`Asynchronous` and `LocalSGD`, which say what they give up.
 
-A `Mesh` lays out the ranks; its axes' communicators go to the strategies, and any of them may be None.
+A `Mesh` lays out the ranks; its axes' communicators go to the strategies, and any of them may be None. A trainer knows
+them all by one interface, `Strategy`.
 """
 
 from mgpu_core.parallel.asynchronous import Asynchronous, ParameterStore
@@ -15,6 +17,7 @@ from mgpu_core.parallel.placement import Placement
 from mgpu_core.parallel.recompute import recompute
 from mgpu_core.parallel.sharded import Sharded
 from mgpu_core.parallel.speeds import Balance
+from mgpu_core.parallel.strategies import Pipelined, Rounds, Strategy, StrategyError, Synchronous, Workers
 from mgpu_core.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -33,10 +36,16 @@ __all__ = [
     "Mesh",
     "ParameterStore",
     "Pipeline",
+    "Pipelined",
     "Placement",
+    "Rounds",
     "RowParallelLinear",
     "Sharded",
+    "Strategy",
+    "StrategyError",
+    "Synchronous",
     "VocabularyParallelEmbedding",
+    "Workers",
     "clip_grad_norm",
     "cut",
     "grad_norm",

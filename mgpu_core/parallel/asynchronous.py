@@ -303,6 +303,7 @@ class Asynchronous:
 
     Attributes:
         staleness: of this worker's pushes.
+        reached, halted: the step before which the latest `batches` ended, and whether `halt` ended it.
         ahead: the most pushes that this worker was ahead of the slowest one when it pulled.
     """
 
@@ -326,6 +327,9 @@ class Asynchronous:
         self.staleness = Staleness()
         self.ahead = 0
         self._drawn = comm.zeros(1, np.int64)  # rank 0's counts the batches that have been taken
+        self._end = comm.zeros(1, np.int64)  # rank 0's: where they end
+        self._end_of_all = comm.peer(self._end, 0)
+        self.reached, self.halted = 0, False
         self._clock = comm.zeros(1, np.int64)  # every rank's counts its pushes; those who have finished are far ahead
         self._clocks = [comm.peer(self._clock, rank) for rank in range(comm.size)]
         self._round = 0
@@ -346,7 +350,7 @@ class Asynchronous:
         self.comm.barrier()
         self._round += _ROUND
         if self.comm.rank == 0:
-            self._drawn[0] = start
+            self._drawn[0], self._end[0] = start, stop
         self.comm.barrier()
         try:
             with loader.epoch(epoch, steps=self._draw(stop)) as batches:
@@ -354,6 +358,14 @@ class Asynchronous:
         finally:
             self._clock[0] = self._round  # also where the communicator has failed
         self.meet()
+        self.reached = self._end_of_all.item()
+        self.halted = self.comm.get(self._drawn, 0).item() >= _ROUND
+
+    def halt(self) -> None:
+        """Nobody is given another batch in the present `batches`; those already given are trained on."""
+        taken = self.comm.fetch_add(self._drawn, _ROUND, 0)
+        if taken < _ROUND:
+            self._end_of_all[0] = min(taken, self._end_of_all.item())
 
     def _draw(self, stop: int) -> Iterator[int]:
         while (step := self.comm.fetch_add(self._drawn, 1, 0)) < stop:

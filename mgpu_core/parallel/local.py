@@ -114,6 +114,12 @@ class LocalSGD:
             parameter.data[...] = start[name].data
         self.steps = self._samples = 0
 
+    def refresh(self) -> None:
+        """To be called after parameters were changed otherwise, to the same on all ranks: a round begins from them."""
+        for name, parameter in self.inner.parameters.items():
+            self.outer.parameters[name].data[...] = parameter.data
+        self.steps = self._samples = 0
+
     def average_buffers(self) -> None:
         """Make buffers (batch norm's running statistics) their average over the ranks; all call it together."""
         if self.comm is not None:

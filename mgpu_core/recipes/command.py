@@ -6,17 +6,24 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import collectives
 from collectives import timeline
 from collectives.environment import standing
 from collectives.threads import here
-from mgpu_core import checkpoint
+from mgpu_core import checkpoint, hardware
+from mgpu_core.autograd import is_recording
 from mgpu_core.autograd.memory import keep_freed_memory
+from mgpu_core.nn import Module
+from mgpu_core.parallel import StrategyError
+from mgpu_core.parallel.strategies import Arrays, Loss
+from mgpu_core.recipes import parallel
+from mgpu_core.tensor import Tensor
 from mgpu_core.trainer import CHECKPOINT, Trainer
 
 Say = Callable[[str], Any]
+M = TypeVar("M", bound=Module)
 
 
 def parser(
@@ -38,8 +45,14 @@ def parser(
     add("--out", type=Path, default=Path("runs") / name, help="folder for the results (%(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out, with its settings")
     add("--steps", type=positive, help="stop after so many steps")
+    add("--tests", type=positive, default=1, help="how often to test in an epoch (%(default)s)")
+    add("--slow-rank", type=int, metavar="RANK", help="let this rank compute more than it must, to see what that does")
+    add("--slow-factor", type=positive, default=3, help="how often it computes each step (%(default)s)")
+    add("--workers", type=positive, help="threads of a rank that read (1)")
+    add("--prefetch", type=positive, help="batches that a rank holds ready (2)")
     add("--timeline", metavar="FILE", help="write a timeline of all ranks, for Perfetto and mgpu timeline")
     add("--backend", default="auto", help="of collectives.init (%(default)s)")
+    parallel.add_options(it, positive)
     return it
 
 
@@ -74,6 +87,8 @@ def run(
         except FileNotFoundError:
             say(f"there is no {options.out / CHECKPOINT} to go on from: starting from the beginning")
             options.resume, saved = False, {}
+        if options.parallel not in (None, saved.get("parallel")):  # another way, with options of its own
+            saved = {name: value for name, value in saved.items() if name not in parallel.SETTINGS}
         for name, value in saved.items():
             if getattr(options, name) is None:
                 setattr(options, name, value)
@@ -81,12 +96,14 @@ def run(
     if place.launcher != "none":
         if options.ranks:
             parser.error(f"{place.launcher} has started the ranks; leave -n out")
+        check(parser, options, place.size)
         found = find(options, say) if place.rank == 0 else None
         with collectives.init(options.backend) as comm:
             result = train(comm, options, comm.broadcast_object(found))
     else:
+        ranks = options.ranks or default_ranks()
+        check(parser, options, ranks)
         found = find(options, say)
-        ranks = options.ranks or max(2, min(8, here(1)))
         if ranks == 1:
             timeline.begin(0)
             result = train(None, options, found)
@@ -98,15 +115,31 @@ def run(
     return 130 if result["interrupted"] else 0
 
 
+def default_ranks() -> int:
+    """The cores, from 2 to 8."""
+    return max(2, min(8, here(1)))
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int) -> None:
+    """Refuse, before anything is started, what cannot work on so many ranks."""
+    try:
+        parallel.check(options, ranks)
+    except StrategyError as error:
+        parser.error(str(error))
+
+
 def settle(options: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Give the options that neither the user nor the run that is resumed has set their defaults.
 
-    Returns all settings that `defaults` names, for the checkpoint.
+    Returns all settings that `defaults` names, and how the ranks share the work, for the checkpoint.
     """
-    for name, default in defaults.items():
+    for name, default in {**defaults, **parallel.SETTINGS}.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
-    return {name: getattr(options, name) for name in defaults}
+    chosen = [name for name in parallel.SETTINGS if getattr(options, name) is not None]
+    if options.slow_rank is not None:
+        chosen += ["slow_rank", "slow_factor"]
+    return {name: getattr(options, name) for name in (*defaults, *chosen)}
 
 
 def position(comm: Any) -> tuple[int, int, Say]:
@@ -125,6 +158,62 @@ def fit(trainer: Trainer, options: argparse.Namespace, say: Say) -> bool:
     if trainer.epoch < options.epochs:
         say(f"stopped after {trainer.steps_done:,} steps; --resume goes on from {options.out / CHECKPOINT}")
     return trainer.epoch >= options.epochs
+
+
+def advise(
+    comm: Any,
+    options: argparse.Namespace,
+    step: Callable[[int], object],
+    read: Callable[[int], object],
+    *,
+    samples: int,
+    base: tuple[float, int],
+    say: Say,
+) -> None:
+    """Measure this machine, and set --batch, --workers and --prefetch where they are not given; says why.
+
+    `step`, `read` and `samples` are those of `hardware.advise`; `base` are a rate and a batch that go well together.
+    """
+    asynchronous = options.parallel in ("async", "ssp")  # where each rank takes whole batches
+    sharing = 1 if comm is None or asynchronous else comm.size
+    advice = hardware.advise(
+        step,
+        read,
+        samples=samples,
+        epochs=options.epochs or 1,
+        base_lr=base[0],
+        base_batch=base[1],
+        comm=comm,
+        batch=None if options.batch is None else -(-options.batch // sharing),
+        workers=options.workers,
+        prefetch=options.prefetch,
+    )
+    if options.batch is None:
+        options.batch = advice.batch.value * sharing
+        say(f"batch {options.batch}: {advice.batch.value} for each rank is {advice.batch.reason}")
+    options.workers, options.prefetch = advice.workers.value, advice.prefetch.value
+    say(f"workers {options.workers}: {advice.workers.reason}")
+    say(f"prefetch {options.prefetch}: {advice.prefetch.reason}")
+
+
+def trained(network: M, folder: Path) -> M:
+    """The network, with the parameters of a run's checkpoint: whole, whatever the ranks held of it."""
+    checkpoint.restore(folder / CHECKPOINT, checkpoint.parts(network))
+    return network
+
+
+def slowed(loss: Loss, options: argparse.Namespace, rank: int, network: Callable[[], Module]) -> Loss:
+    """`loss`; on the rank that `--slow-rank` names one that trains another network too, as large, to no end."""
+    if rank != options.slow_rank:
+        return loss
+    twin = network()
+
+    def slow(model: Any, arrays: Arrays) -> Tensor:
+        for _ in range(options.slow_factor - 1 if is_recording() else 0):
+            loss(twin, arrays).backward()
+        return loss(model, arrays)
+
+    return slow
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""A small convolutional network learns Fashion-MNIST, data-parallel: `mgpu train image-classification -n 2`.
+"""A small convolutional network learns Fashion-MNIST, on several ranks: `mgpu train image-classification -n 2`.
 
 This file is also the tutorial. What it takes to train with several processes:
 
 1. Every rank builds the same network from the same seed (`network`).
-2. A `Loader` gives each rank its own part of every batch. `--batch` is the *global* batch: with more ranks each
+2. A *strategy* says how they share the work. `--parallel dp`, the default, is `DataParallel`: it sums the gradients
+   over the ranks, in buckets, while backward still runs. For the others see `mgpu_core/recipes/parallel.py`.
+3. A `Loader` gives each rank its part of every batch. `--batch` is the *global* batch: with more ranks each
    does less work, and the mathematics stays the same.
-3. `DataParallel` sums the gradients over the ranks, in buckets, while backward still runs.
 4. The loss of a rank is the sum over its samples, divided by the global batch's count: unequal parts average right.
 5. All ranks then take the same optimiser step, and stay alike to the last bit.
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,7 @@ from mgpu_core import Tensor, data, metrics, nn, optim, schedule
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import ImageSet, Loader, Sampler
 from mgpu_core.nn import functional as F
-from mgpu_core.parallel import DataParallel
-from mgpu_core.recipes import command
+from mgpu_core.recipes import command, parallel
 from mgpu_core.recipes.command import Say
 from mgpu_core.recipes.pictures import draw_confusion, draw_predictions
 from mgpu_core.trainer import CHECKPOINT, METRICS, Trainer
@@ -83,42 +84,71 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
     """
     rank, size, say = command.position(comm)
     began = time.perf_counter()
-    settings = command.settle(options, DEFAULTS[name])
-
     images = read(name, options.data)
     say(f"{images.name}: {len(images.train_labels):,} training images, from {images.origin}; {size} ranks")
-    prepare = normalisation(images, np.dtype(options.dtype))
+    if options.auto:
+        advise(comm, options, images, say)
+    settings = command.settle(options, DEFAULTS[name])
+    dtype = np.dtype(options.dtype)
+    prepare = normalisation(images, dtype)
     order = Sampler(len(images.train_labels), options.batch, seed=options.seed)
-    training = Loader((images.train_images, images.train_labels), order, rank=rank, size=size, transform=prepare)
     unshuffled = Sampler(len(images.test_labels), 1000, shuffle=False)
-    test = Loader((images.test_images, images.test_labels), unshuffled, rank=rank, size=size, transform=prepare)
 
-    model = DataParallel(network(np.random.default_rng(options.seed), np.dtype(options.dtype)), comm)
     peak = options.lr or schedule.linear_scaling(BASE_LR, BASE_BATCH, options.batch)
     warmup = order.steps // 4
-    optimizer = optim.SGD(model.model.named_parameters(), peak, momentum=0.9, weight_decay=5e-4)
     rate = schedule.cosine(peak, steps=options.epochs * order.steps, warmup=warmup)
     reason = "as given" if options.lr else f"{BASE_LR} per {BASE_BATCH} images, times {options.batch} (linear scaling)"
     say(f"learning rate {peak:g}: {reason}; rising over {warmup} steps, then falling along a cosine")
 
+    build = partial(network, np.random.default_rng(options.seed), dtype)
+    strategy = parallel.strategy(
+        comm,
+        options,
+        build(),
+        partial(optim.SGD, lr=peak, momentum=0.9, weight_decay=5e-4),
+        sample=lambda count: prepare((images.train_images[:count], images.train_labels[:count]))[0],
+        say=say,
+    )
+    training = Loader((images.train_images, images.train_labels), order, transform=prepare, **strategy.part)
+    test = Loader((images.test_images, images.test_labels), unshuffled, transform=prepare, **strategy.test_part)
     trainer = Trainer(
-        model,
-        optimizer,
+        strategy,
         rate,
         training,
         test,
-        loss=loss,
+        loss=command.slowed(loss, options, rank, build),
         score=score,
         folder=options.out,
         settings=settings,
         unit="images",
+        tests=options.tests,
     )
     if command.fit(trainer, options, say) and rank == 0:
-        show(images, predict(model.model, prepare((images.test_images, images.test_labels))[0]), options.out, size)
+        trained = command.trained(build(), options.out)
+        show(images, predict(trained, prepare((images.test_images, images.test_labels))[0]), options.out, size)
         say(f"test accuracy {trainer.scores['test_accuracy']:.2%}, after {time.perf_counter() - began:.0f} s. Look at:")
         for file in (*PICTURES, METRICS, CHECKPOINT):
             say(f"  {options.out / file}")
     return command.outcome(trainer)
+
+
+def advise(comm: Any, options: argparse.Namespace, images: ImageSet, say: Say) -> None:
+    """Choose by measuring, on all ranks at the same time as they will work."""
+    prepare, model = normalisation(images, np.dtype("float32")), network(np.random.default_rng(0))
+
+    def prepared(count: int) -> tuple[Any, ...]:
+        return prepare((images.train_images[:count], images.train_labels[:count]))
+
+    ready = lru_cache(maxsize=1)(prepared)
+    command.advise(
+        comm,
+        options,
+        lambda count: loss(model, ready(count)).backward(),
+        prepared,
+        samples=len(images.train_labels),
+        base=(BASE_LR, BASE_BATCH),
+        say=say,
+    )
 
 
 def find(options: argparse.Namespace, say: Say) -> str:
@@ -165,6 +195,7 @@ def parser() -> argparse.ArgumentParser:
         "image-classification", __doc__, DEFAULTS["Fashion-MNIST"], samples="images", seed="their order"
     )
     it.add_argument("--data", type=Path, help="folder in which to look for Fashion-MNIST first ($MGPU_DATA)")
+    it.add_argument("--auto", action="store_true", help="measure first, to choose --batch, --workers and --prefetch")
     return it
 
 

@@ -15,6 +15,7 @@ import argparse
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from mgpu_core import Tensor, metrics, nn, optim, random, schedule
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import Loader, Sampler, text
 from mgpu_core.nn import functional as F
-from mgpu_core.parallel import DataParallel
-from mgpu_core.recipes import command
+from mgpu_core.recipes import command, parallel
 from mgpu_core.recipes.command import Say
 from mgpu_core.trainer import CHECKPOINT, METRICS, Trainer
 
@@ -56,15 +56,15 @@ def network(
 
 def loss(model: Any, arrays: tuple[Any, ...]) -> Tensor:
     """The sum over the pieces of their mean cross-entropy per byte."""
-    (pieces,) = arrays
-    return F.cross_entropy(model(pieces[:, :-1]), pieces[:, 1:], reduction="sum") / (pieces.shape[1] - 1)
+    before, after = arrays
+    return F.cross_entropy(model(before), after, reduction="sum") / after.shape[1]
 
 
 def score(model: Any, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """For each piece its mean cross-entropy per byte, in nats and in bits."""
-    (pieces,) = arrays
-    log_p = F.log_softmax(model(pieces[:, :-1])).data
-    nats = -np.take_along_axis(log_p, pieces[:, 1:, None], axis=2).mean(axis=(1, 2))
+    before, after = arrays
+    log_p = F.log_softmax(model(before)).data
+    nats = -np.take_along_axis(log_p, after[:, :, None], axis=2).mean(axis=(1, 2))
     return {"test_loss": nats, "bits_per_byte": nats / math.log(2)}
 
 
@@ -81,11 +81,12 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
     say(f"{source.files[0]} files, {len(source.train):,} bytes, from {source.origin}; {size} ranks")
     say(f"{source.files[1]} files to test with, {held_out[:, 1:].size:,} bytes of them")
     order = Sampler(len(pieces), options.batch, seed=options.seed)
-    training = Loader((pieces,), order, rank=rank, size=size, transform=as_indices)
     unshuffled = Sampler(len(held_out), 32, shuffle=False)
-    test = Loader((held_out,), unshuffled, rank=rank, size=size, transform=as_indices)
+    steps = options.epochs * order.steps
+    rate = schedule.cosine(options.lr, steps=steps, warmup=steps // 20, final=options.lr / 10)
 
-    writer = network(
+    build = partial(
+        network,
         length=options.length,
         size=options.size,
         layers=options.layers,
@@ -93,24 +94,31 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
         rng=np.random.default_rng(options.seed),
         dtype=dtype,
     )
-    model = DataParallel(writer, comm)
-    steps = options.epochs * order.steps
-    optimizer = optim.AdamW(writer.named_parameters(), options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    rate = schedule.cosine(options.lr, steps=steps, warmup=steps // 20, final=options.lr / 10)
+    writer = build()
     parameters = sum(parameter.size for parameter in writer.parameters())
     say(f"{options.layers} transformer blocks {options.size} wide: {parameters:,} parameters; {steps:,} steps")
-
+    strategy = parallel.strategy(
+        comm,
+        options,
+        writer,
+        partial(optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1),
+        sample=lambda count: foresee((pieces[:count],))[0],
+        say=say,
+        recomputed=(nn.TransformerBlock,) if options.recompute else (),
+    )
+    training = Loader((pieces,), order, transform=foresee, **strategy.part)
+    test = Loader((held_out,), unshuffled, transform=foresee, **strategy.test_part)
     trainer = Trainer(
-        model,
-        optimizer,
+        strategy,
         rate,
         training,
         test,
-        loss=loss,
+        loss=command.slowed(loss, options, rank, build),
         score=score,
         folder=options.out,
         settings=settings,
         unit="pieces",
+        tests=options.tests,
     )
     if command.fit(trainer, options, say) and rank == 0:
         metrics.draw_curves(
@@ -122,7 +130,7 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
             percent=False,
             unit=f"pieces of {options.length} bytes",
         )
-        written = write(writer, PROMPT, options.length, 400, seed=options.seed)
+        written = write(command.trained(build(), options.out), PROMPT, options.length, 400, seed=options.seed)
         (options.out / "sample.txt").write_bytes(written)
         say(f"{trainer.scores['bits_per_byte']:.3f} bits per byte on held-out files. It writes:\n")
         say(written.decode("utf-8", errors="replace") + "\n")
@@ -132,9 +140,10 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
     return command.outcome(trainer)
 
 
-def as_indices(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Bytes as int64, which look-ups and losses take."""
-    return (arrays[0].astype(np.int64),)
+def foresee(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Pieces (n, length + 1) of bytes to all but their last ones, and the ones that follow those: (n, length) int64."""
+    pieces = arrays[0].astype(np.int64)
+    return np.ascontiguousarray(pieces[:, :-1]), np.ascontiguousarray(pieces[:, 1:])
 
 
 def write(model: nn.Module, prompt: bytes, length: int, count: int, *, seed: int, temperature: float = 0.7) -> bytes:
@@ -164,6 +173,7 @@ def parser() -> argparse.ArgumentParser:
     add("--size", type=command.positive, help="width of the network (128)")
     add("--layers", type=command.positive, help="transformer blocks (4)")
     add("--heads", type=command.positive, help="of attention (4)")
+    add("--recompute", action="store_true", help="keep less for backward: run the transformer blocks once more there")
     add("--data", type=Path, help="folder of Python files to learn instead of the standard library")
     return it
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ import numpy as np
 from mgpu_core import Tensor, nn, optim, schedule
 from mgpu_core.data import Loader, Sampler, augment
 from mgpu_core.nn import functional as F
-from mgpu_core.parallel import DataParallel
-from mgpu_core.recipes import command
+from mgpu_core.recipes import command, parallel
 from mgpu_core.recipes.image_classification import PICTURES, find, normalisation, predict, read, score, show
 from mgpu_core.trainer import CHECKPOINT, METRICS, Trainer
 
@@ -67,33 +67,40 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
         return prepare((augment.mirror(pictures) if name in MIRRORED else pictures, labels))
 
     order = Sampler(len(images.train_labels), options.batch, seed=options.seed)
-    training = Loader((images.train_images, images.train_labels), order, rank=rank, size=size, transform=change)
     unshuffled = Sampler(len(images.test_labels), 500, shuffle=False)
-    test = Loader((images.test_images, images.test_labels), unshuffled, rank=rank, size=size, transform=prepare)
-
-    rng = np.random.default_rng(options.seed)
-    network = NETWORKS[options.depth](channels=1, classes=len(images.classes), rng=rng, dtype=dtype)
-    model = DataParallel(network, comm)
     peak = options.lr or schedule.linear_scaling(BASE_LR, BASE_BATCH, options.batch)
     steps = options.epochs * order.steps
-    optimizer = optim.SGD(network.named_parameters(), peak, momentum=0.9, nesterov=True, weight_decay=5e-4)
     rate = schedule.cosine(peak, steps=steps, warmup=steps // 5)
+
+    rng, classes = np.random.default_rng(options.seed), len(images.classes)
+    build = partial(NETWORKS[options.depth], channels=1, classes=classes, rng=rng, dtype=dtype)
+    network = build()
     parameters = sum(parameter.size for parameter in network.parameters())
     say(f"ResNet-{options.depth}: {parameters:,} parameters; learning rate up to {peak:g}")
-
+    strategy = parallel.strategy(
+        comm,
+        options,
+        network,
+        partial(optim.SGD, lr=peak, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        sample=lambda count: prepare((images.train_images[:count], images.train_labels[:count]))[0],
+        say=say,
+    )
+    training = Loader((images.train_images, images.train_labels), order, transform=change, **strategy.part)
+    test = Loader((images.test_images, images.test_labels), unshuffled, transform=prepare, **strategy.test_part)
     trainer = Trainer(
-        model,
-        optimizer,
+        strategy,
         rate,
         training,
         test,
-        loss=loss,
+        loss=command.slowed(loss, options, rank, build),
         score=score,
         folder=options.out,
         settings=settings,
         unit="images",
+        tests=options.tests,
     )
     if command.fit(trainer, options, say) and rank == 0:
+        network = command.trained(build(), options.out)
         pictures = prepare((images.test_images, images.test_labels))[0]
         probabilities = predict(network, pictures)
         show(images, probabilities, options.out, size)

@@ -18,6 +18,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ from mgpu_core.autograd import no_grad
 from mgpu_core.data import Loader, Sampler
 from mgpu_core.data.sound import BANDS
 from mgpu_core.nn import functional as F
-from mgpu_core.parallel import DataParallel
-from mgpu_core.recipes import command
+from mgpu_core.recipes import command, parallel
 from mgpu_core.recipes.command import Say
 from mgpu_core.recipes.pictures import draw_confusion, draw_utterance
 from mgpu_core.recipes.utterances import STACKED, TrainingUtterances, Utterance, batch, features, split, test_utterances
@@ -98,37 +98,43 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
     say(f"{len(for_test):,} to test with: {whose}")
     order = Sampler(options.utterances, options.batch, seed=options.seed)
     make = TrainingUtterances(recordings, for_training, dtype)
-    training = Loader((np.arange(options.utterances),), order, rank=rank, size=size, transform=make)
     unshuffled = Sampler(len(read), 50, shuffle=False)
+    steps = options.epochs * order.steps
+    rate = schedule.cosine(options.lr, steps=steps, warmup=steps // 10)
+
+    build = partial(Recogniser, options.size, options.layers, rng=np.random.default_rng(options.seed), dtype=dtype)
+    network = build()
+    parameters = sum(parameter.size for parameter in network.parameters())
+    say(f"{options.layers} LSTM layers of {options.size} units each way: {parameters:,} parameters")
+    strategy = parallel.strategy(
+        comm,
+        options,
+        network,
+        partial(optim.AdamW, lr=options.lr, weight_decay=1e-2),
+        sample=lambda count: make((np.arange(count),))[0],
+        say=say,
+    )
+    training = Loader((np.arange(options.utterances),), order, transform=make, **strategy.part)
     test = Loader(
         (np.arange(len(read)),),
         unshuffled,
-        rank=rank,
-        size=size,
         transform=lambda numbers: batch([read[i] for i in numbers[0]], dtype),
+        **strategy.test_part,
     )
-
-    network = Recogniser(options.size, options.layers, rng=np.random.default_rng(options.seed), dtype=dtype)
-    model = DataParallel(network, comm)
-    steps = options.epochs * order.steps
-    optimizer = optim.AdamW(network.named_parameters(), options.lr, weight_decay=1e-2)
-    rate = schedule.cosine(options.lr, steps=steps, warmup=steps // 10)
-    parameters = sum(parameter.size for parameter in network.parameters())
-    say(f"{options.layers} LSTM layers of {options.size} units each way: {parameters:,} parameters")
-
     trainer = Trainer(
-        model,
-        optimizer,
+        strategy,
         rate,
         training,
         test,
-        loss=loss,
+        loss=command.slowed(loss, options, rank, build),
         score=Score(said),
         folder=options.out,
         settings=settings,
         unit="utterances",
+        tests=options.tests,
     )
     if command.fit(trainer, options, say) and rank == 0:
+        network = command.trained(build(), options.out)
         say(f"digit error rate {trainer.scores['digit_error_rate']:.2%} on {len(read)} utterances, reading greedily")
         heard = [listen(network, steps) for steps, _ in read]
         answers = [ctc.beam_search(log_p) for log_p in heard]

@@ -13,7 +13,7 @@ from mgpu_core import checkpoint, metrics, nn, optim, random, schedule
 from mgpu_core.checkpoint import CheckpointError
 from mgpu_core.data import Loader, Sampler
 from mgpu_core.nn import functional as F
-from mgpu_core.parallel import DataParallel
+from mgpu_core.parallel import DataParallel, Synchronous
 from mgpu_core.tensor import Tensor
 from mgpu_core.trainer import Trainer, stop_request
 
@@ -50,8 +50,7 @@ def trainer(comm=None, folder=None, *, batch=BATCH, seed=3, rate=0.1, transform=
     test = Loader((INPUTS, LABELS), Sampler(COUNT, 16, shuffle=False), **ours)
     optimizer = optim.AdamW(model.model.named_parameters(), 0.1)
     return Trainer(
-        model,
-        optimizer,
+        Synchronous(model, optimizer),
         schedule.cosine(rate, steps=21, warmup=3),
         train,
         test,
@@ -63,8 +62,8 @@ def trainer(comm=None, folder=None, *, batch=BATCH, seed=3, rate=0.1, transform=
 
 
 def final(trainer):
-    return {name: array.copy() for name, array in trainer.model.model.state_dict().items()} | {
-        name: array.copy() for name, array in trainer.optimizer.state_dict().items()
+    return {name: array.copy() for name, array in trainer.strategy.module.state_dict().items()} | {
+        name: array.copy() for name, array in trainer.strategy.optimizer.state_dict().items()
     }
 
 
@@ -99,7 +98,7 @@ def test_it_learns_and_measures(tmp_path):
 def test_dropout_is_off_in_the_test():
     run = trainer()
     assert run.evaluate() == run.evaluate()
-    assert run.model.model.training
+    assert run.strategy.module.training
 
 
 @pytest.mark.parametrize("stops", [[1], [7], [3, 9], [20], [21], [22], list(range(1, 22))], ids=str)
@@ -187,7 +186,7 @@ def test_a_position_in_other_data_is_refused(tmp_path, other):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     run = trainer(folder=tmp_path)
     run.fit(1)
-    run.model.model.layers.pop()
+    run.strategy.module.layers.pop()
     with pytest.raises(CheckpointError, match=r"does not fit.*layers\.3\.weight"):
         run.resume(tmp_path / "checkpoint.safetensors")
 

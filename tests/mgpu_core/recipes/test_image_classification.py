@@ -73,7 +73,15 @@ def test_stopped_and_resumed_is_as_if_never_stopped(digits, tmp_path, capsys):
     for name in one:
         np.testing.assert_array_equal(one[name], other[name])
     assert meta["settings"] == other_meta["settings"]
-    assert meta["settings"] == {"epochs": 2, "batch": 32, "lr": None, "seed": 3, "dtype": "float64"}
+    assert meta["settings"] == {"epochs": 2, "batch": 32, "lr": None, "seed": 3, "dtype": "float64", "parallel": "dp"}
+
+
+def test_what_the_hardware_decides_is_said_with_its_reasons(digits, tmp_path, capsys):
+    assert main(["-n", "1", "--auto", "--prefetch", "5", "--steps", "1", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    batch = int(said.split("\nbatch ")[1].split(":")[0])
+    assert "95% of the best speed" in said and "so many keep ahead" in said and "prefetch 5: as given" in said
+    assert metrics.read(tmp_path / "metrics.jsonl")[0]["settings"]["batch"] == batch
 
 
 def test_ctrl_c_stops_all_ranks_and_keeps_the_checkpoint(script, tmp_path):

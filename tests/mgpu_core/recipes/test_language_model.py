@@ -6,7 +6,7 @@ import pytest
 from mgpu_core import Tensor, checkpoint, metrics
 from mgpu_core.data import DatasetMissing, text
 from mgpu_core.recipes import language_model
-from mgpu_core.recipes.language_model import main, network, write
+from mgpu_core.recipes.language_model import foresee, main, network, write
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def test_it_learns_resumes_exactly_and_writes(files, tmp_path, capfd):
 def test_the_first_loss_is_that_of_knowing_nothing():
     model = network(length=16, size=32, layers=2, heads=2, rng=np.random.default_rng(0), dtype=np.float64)
     pieces = np.random.default_rng(1).integers(0, 256, (8, 17))
-    bits = language_model.score(model, (pieces,))["bits_per_byte"]
+    bits = language_model.score(model, foresee((pieces,)))["bits_per_byte"]
     assert bits.shape == (8,) and abs(bits.mean() - 8) < 0.5
-    loss = language_model.loss(model, (pieces,))
+    loss = language_model.loss(model, foresee((pieces,)))
     assert loss.item() == pytest.approx(bits.sum() * np.log(2), rel=1e-9)
 
 
