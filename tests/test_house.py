@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,12 +13,10 @@ from pathlib import Path
 import pytest
 
 import kernels
-from mgpu_core import cli
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("kernels", "collectives", "mgpu_core", "bench")  # each may import itself and those before it
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Imported inside functions, and only where they are needed: they are slow, or not installed. Modules named for one of
 # them are where they live.
@@ -114,22 +111,6 @@ def test_no_tracked_file_is_large() -> None:
     paths = [ROOT / name for name in listing.split("\0") if name]
     assert paths
     assert not [path for path in paths if path.is_file() and path.stat().st_size > 1_000_000]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_what_a_page_tells_the_reader_to_run_or_read_exists(page: Path) -> None:
-    text = page.read_text()
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    code = " \n".join(re.findall(r"`[^`\n]+`|^    .+|```.*?```", text, re.MULTILINE | re.DOTALL))
-    assert set(re.findall(r"(?<![\w-])make ([a-z-]+)", code)) <= targets
-    for command, name in re.findall(r"(?<![\w-])mgpu ([a-z]+)(?: ([a-z_-]+))?", code):
-        assert command in cli.COMMANDS or command in cli.GROUPS
-        if command in cli.GROUPS and name:
-            assert name.replace("-", "_") in cli.members(cli.GROUPS[command][0]), f"mgpu {command} {name}"
-    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (page.parent / link).exists(), link
-    for path in re.findall(r"`((?:kernels|collectives|mgpu_core|bench|tests|docs)/[\w/.-]*)`", text):
-        assert (ROOT / path).exists(), path
 
 
 def test_the_changelog_knows_this_version() -> None:
