@@ -8,11 +8,13 @@ behind it is what it prints, ranks in any order. A block that stands in the sour
 import argparse
 import ast
 import importlib
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -24,6 +26,8 @@ import pytest
 import collectives.algorithms  # noqa: F401  (registers them)
 from collectives.builder import algorithms
 from collectives.contract import COLLECTIVES
+from collectives.inspect import draw
+from collectives.lowering import build
 from mgpu_core import cli
 
 ROOT = Path(__file__).parent.parent
@@ -60,7 +64,8 @@ def examples() -> Iterator[Any]:
             if block[1] == "python" and not any(block[2] in source for source in sources().values()):
                 shown = following and following[1] == "text" and not text[block.end() : following.start()].strip()
                 example = Example(page, block[2], following[2] if following and shown else "")
-                yield pytest.param(example, id=f"{page}:{1 + text[: block.start()].count(chr(10))}")
+                line = 1 + text[: block.start()].count("\n")
+                yield pytest.param(example, id=f"{page}:{line} {example.name}")
 
 
 def commands() -> Iterator[Any]:
@@ -80,7 +85,7 @@ def sources() -> dict[str, str]:
     return {str(path): path.read_text() for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 
 
-@pytest.mark.parametrize("example", examples())
+@pytest.mark.parametrize("example", list(examples()))
 def test_an_example_runs_and_prints_what_is_shown(example: Example, tmp_path: Path) -> None:
     missing = sorted(name for name in example.imports if find_spec(name) is None)
     if missing or ("cupy" in example.imports and not os.path.exists("/dev/nvidiactl")):
@@ -105,7 +110,7 @@ class Parsed(BaseException):
     """The arguments are right. Nothing is done with them."""
 
 
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", list(commands()))
 def test_a_command_exists_and_takes_these_arguments(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,14 +167,27 @@ def test_the_pages_list_every_algorithm() -> None:
     assert listed == {collective: set(algorithms(collective)) for collective in COLLECTIVES}
 
 
+def test_pictures_of_programs_are_what_is_drawn() -> None:
+    """`mgpu verify --draw` would print the same, for some number of ranks and kind of memory."""
+    shown = re.findall(r"((?:^    .*\n)+)", PAGES["docs/algorithms.md"], re.MULTILINE)
+    pictures = {textwrap.dedent(block).rstrip("\n") for block in shown if block.lstrip().startswith("step")}
+    assert len(pictures) > 10
+    for collective in sorted(COLLECTIVES.keys() - {"send_recv"}):
+        for name in algorithms(collective):
+            options: dict[str, Any] = {"groups": 2} if name == "hierarchical" else {}
+            for size, memory in itertools.product((3, 4, 5), ("symmetric", "staged")):
+                drawn = draw(build(collective, name, size, memory=memory, **options))
+                pictures.discard(drawn.split("\n\n")[1])
+    assert pictures == set()
+
+
 def test_error_messages_are_quoted_as_they_are() -> None:
     """A heading of troubleshooting.md is a message of ours, with … for what varies."""
     told = {text for source in sources().values() for text in _texts(ast.parse(source))}
     quoted = re.findall(r"^\*\*`(.+?)`\*\*", PAGES["docs/troubleshooting.md"], re.MULTILINE)
     assert len(quoted) > 50
     for message in quoted:
-        pattern = re.compile(".*".join(re.escape(part) for part in message.split("…")), re.DOTALL)
-        assert any(pattern.search(text) for text in told), f"nothing in the source says {message!r}"
+        assert any(_says(text, message.split("…")) for text in told), f"nothing in the source says {message!r}"
 
 
 def test_variables_of_the_environment_are_read_somewhere() -> None:
@@ -187,13 +205,24 @@ def test_public_names_have_types(tmp_path: Path) -> None:
     reveal = [f"import {module}" for module in modules] + [f"reveal_type({name})" for name in names]
     (tmp_path / "names.py").write_text("\n".join(reveal))
     ran = subprocess.run(
-        [sys.executable, "-m", "mypy", "--follow-imports=silent", tmp_path / "typed_example.py", tmp_path / "names.py"],
+        [sys.executable, "-m", "mypy", tmp_path / "typed_example.py", tmp_path / "names.py"],
         cwd=ROOT, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     revealed = re.findall(r'Revealed type is "(.+)"', ran.stdout)
     assert len(revealed) == len(names)
     assert [name for name, type_ in zip(names, revealed) if type_ == "Any"] == []
+
+
+def _says(text: str, parts: list[str]) -> bool:
+    """Whether all parts are in a text, one behind the other."""
+    end = 0
+    for part in parts:
+        start = text.find(part, end)
+        if start < 0:
+            return False
+        end = start + len(part)
+    return True
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
