@@ -91,7 +91,7 @@ def test_an_example_runs_and_prints_what_is_shown(example: Example, tmp_path: Pa
     if missing or ("cupy" in example.imports and not os.path.exists("/dev/nvidiactl")):
         pytest.skip(f"not installed, or no GPU: {', '.join(missing) or 'cupy'}")
     (tmp_path / example.name).write_text(example.code)
-    ranks = ["-m", "mgpu_core", "run", "-n", "2"] if "collectives.init()" in example.code else []
+    ranks = ["-m", "mgpu_core", "run", "-n", "2", "--prefix"] if "collectives.init()" in example.code else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         [sys.executable, *ranks, example.name],
@@ -103,7 +103,8 @@ def test_an_example_runs_and_prints_what_is_shown(example: Example, tmp_path: Pa
     )
     assert ran.returncode == 0, ran.stderr
     if example.output:
-        assert sorted(ran.stdout.splitlines()) == sorted(example.output.splitlines())
+        printed = re.sub(r"^\[\d+\] ", "", ran.stdout, flags=re.MULTILINE)  # whole lines, thanks to --prefix
+        assert sorted(printed.splitlines()) == sorted(example.output.splitlines())
 
 
 class Parsed(BaseException):
