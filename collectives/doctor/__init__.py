@@ -23,9 +23,10 @@ def choice(found: Sequence[Finding]) -> Finding:
     """What `init()` will take, and why."""
     by_topic = {finding.topic: finding for finding in found}
     count = by_topic["GPUs"].facts["count"] if "GPUs" in by_topic else 0
-    why = "there is no GPU, and ranks on one host share its memory"
     if count:
-        why = f"arrays are in the host's memory; for arrays on the {count} GPUs ask for backend='cuda' or 'nccl'"
+        what = "backend='auto' takes cuda where all ranks are on this host; arrays of the CPU go as with shm there"
+        return Finding("choice", what, facts={"backend": "cuda"})
+    why = "there is no GPU, and ranks on one host share its memory"
     return Finding("choice", f"backend='auto' takes shm: {why}", facts={"backend": "shm"})
 
 

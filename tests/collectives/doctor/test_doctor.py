@@ -16,9 +16,14 @@ def test_the_report_marks_what_needs_attention():
 
 def test_this_machine_is_fit_and_the_shm_backend_works(capsys):
     assert doctor.main(["--quick"]) in (0, 1)  # 1 where the tests may use one processor only
-    assert "backend='auto' takes shm" in capsys.readouterr().out
+    assert "backend='auto' takes " in capsys.readouterr().out
     found = trial.shm()
     assert not found.serious and found.facts["seconds"]["8"] > 0
+
+
+def test_the_choice_is_what_init_would_take():
+    assert doctor.choice([Finding("GPUs", "none", facts={"count": 0})]).facts == {"backend": "shm"}
+    assert doctor.choice([Finding("GPUs", "two", facts={"count": 2})]).facts == {"backend": "cuda"}
 
 
 def test_json_holds_every_finding(capsys):
