@@ -8,6 +8,8 @@ by ranks that use a GPU.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -38,6 +40,16 @@ def call(function: Any, *arguments: Any) -> Any:
     if status != cu.CUresult.CUDA_SUCCESS:
         raise DriverError(getattr(status, "name", str(status)), function.__name__)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Inside, what this thread asks for spoils no capture of a stream that is going on elsewhere."""
+    before = call(cu.cuThreadExchangeStreamCaptureMode, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        call(cu.cuThreadExchangeStreamCaptureMode, before)
 
 
 def devices() -> int:
@@ -141,12 +153,9 @@ class Driver:
 
     def _copy_now(self, dst: int, src: int, nbytes: int) -> None:
         # On a stream of its own: the caller's may be captured, and then nothing waits.
-        before = call(cu.cuThreadExchangeStreamCaptureMode, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
-        try:
+        with _beside_captures():
             call(cu.cuMemcpyAsync, dst, src, nbytes, self._stream)
             self.synchronize(self._stream)
-        finally:
-            call(cu.cuThreadExchangeStreamCaptureMode, before)
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Copy between any two addresses, host or GPU, in stream order."""
@@ -198,7 +207,8 @@ class Driver:
     def done(self, event: int) -> bool:
         """Whether what the event stands for has ended."""
         try:
-            call(cu.cuEventQuery, event)
+            with _beside_captures():
+                call(cu.cuEventQuery, event)
         except DriverError as error:
             if error.name != "CUDA_ERROR_NOT_READY":
                 raise

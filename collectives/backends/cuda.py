@@ -3,7 +3,7 @@
 The device part of a communicator is what the shm backend has in shared memory: flags, boards and scratch, in GPU memory
 that the processes share by CUDA IPC. A call is one launch of the executor on the caller's stream, and the host does not
 wait for it. Everything else (agreement on allocations, splits, lost peers, messages, CPU arrays) is done by a shm
-communicator of the same ranks beside it, `control`.
+communicator of the same ranks beside it.
 
 What goes wrong on the GPU is reported into a page of host memory, the *panel*, and raised by the next call, `wait` or
 `close`. A thread looks at the peers' health, and lets kernels that wait for a lost one go.
@@ -15,7 +15,6 @@ import json
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from collectives import arrays, device_arrays, programs
-from collectives.backends.base import Backend, Pending
+from collectives import programs
+from collectives.backends.device import OFFSET_BITS, Block, OnDevice
 from collectives.backends.shm import SLOTS, Shm, disagreement
 from collectives.call import ORDINARY, Call, describe
 from collectives.device_arrays import DeviceArray
@@ -32,7 +31,6 @@ from collectives.errors import (
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
-    PeerLostError,
 )
 from collectives.job import Job, Link, relocate
 from collectives.memory import PAGE, Heap
@@ -52,22 +50,6 @@ _LOOKS = 200  # at a flag, before the first nap
 _LINE = 64
 # The panel: byte offsets.
 _FINISHED, _REPORT, _PATIENCE, _LEFT = 0, _LINE, 2 * _LINE, 3 * _LINE
-# A block's number stands above its offset in the word that tells where an array lies.
-_OFFSET_BITS = 44
-
-
-@dataclass
-class Block:
-    """Device memory that every rank has and every rank sees. `addresses[r]`: rank r's, in this process."""
-
-    addresses: list[int]
-    nbytes: int
-    attached: list[int]  # where the peers' allocations begin here
-
-    def offset(self, rank: int, address: int, nbytes: int) -> int | None:
-        """Where a range of `rank`'s memory lies in it, if it does."""
-        at = address - self.addresses[rank]
-        return at if 0 <= at and at + nbytes <= self.nbytes else None
 
 
 class Launch(NamedTuple):
@@ -167,15 +149,15 @@ class Process:
                 done()
 
 
-class Cuda(Backend):
+class Cuda(OnDevice):
     """One communicator of GPUs. All ranks of `control` make theirs together. `driver` is this rank's GPU; `process` is
     given where all ranks are in this process."""
 
     name = "cuda"
 
     def __init__(self, control: Shm, driver: Driver, process: Process | None = None) -> None:
-        self.control, self.driver, self._process = control, driver, process
-        self.rank, self.size, self.eager_bytes = control.rank, control.size, control.eager_bytes
+        super().__init__(control, driver)
+        self._process = process
         mine = {"uuid": driver.uuid, "blocks": driver.processors}
         self._devices = [json.loads(answer) for answer in control.gather_bytes(json.dumps(mine).encode())]
         sharers = max(sum(d["uuid"] == other["uuid"] for d in self._devices) for other in self._devices)
@@ -186,14 +168,9 @@ class Cuda(Backend):
         self._every_panel = [control.peer_view(self._panel, rank) for rank in range(self.size)]
         self._failure: CollectiveError | None = None
         self._lost: CollectiveError | None = None
-        self._closed = False
-        self._enqueued = 0
-        self._last_stream: int | None = None  # of the last call that was no part of a graph
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._kernels: dict[tuple[str, str], Kernel] = {}
-        self._blocks: dict[int, Block] = {}
-        self._dropped: set[int] = set()
-        self._next_block = 0
+        self._staged = False
         self._host_arena: list[Any] = []  # every rank's, where GPUs do not reach each other
         layout = Layout(self.size, self.channels, control.host.scratch // SLOTS // _LINE * _LINE)
         with driver:
@@ -204,8 +181,6 @@ class Cuda(Backend):
             self._job_heap = Heap(0, JOB_BYTES)
             link = self._link
             self._link_address, _ = self._upload(lambda base: relocate(link.words, link.tables, base))
-            self._last = driver.new_event()
-            self._side = driver.new_stream()
         self._closing = threading.Event()
         self._guard = threading.Thread(target=self._watch, name="mgpu guard", daemon=True)
         self._guard.start()
@@ -235,6 +210,9 @@ class Cuda(Backend):
         from kernels.driver import DriverError
 
         driver, own, problem = self.driver, 0, ""
+        if self._staged:
+            own = driver.allocate(max(nbytes, 1))
+            return Block([own if rank == self.rank else 0 for rank in range(self.size)], nbytes)
         handle = b""
         try:
             own = driver.allocate(max(nbytes, 1))
@@ -274,126 +252,25 @@ class Cuda(Backend):
         self.driver.free(own)
 
     def allocate(self, nbytes: int) -> DeviceArray:
-        self._finish()  # the driver may wait for kernels, which may wait for peers
-        pending = sorted(self._dropped.copy())
-        answers = self.control.agree("empty", [nbytes, pending])
-        if len({size for size, _ in answers}) > 1:
-            sizes = ", ".join(f"rank {rank} {size:,}" for rank, (size, _) in enumerate(answers))
-            error = CollectiveMismatchError(f"the ranks allocate different numbers of bytes: {sizes}")
-            self.control.fail(error)
-            raise error
+        self._finish()
         for launch in self._launches.values():  # an address may come to mean another kind of memory
             self._job_heap.free(launch.place)
         self._launches.clear()
-        with self.driver:
-            for number in sorted(set.intersection(*(set(theirs) for _, theirs in answers))):
-                block = self._blocks.pop(number)
-                self._give_back(block, block.addresses[self.rank])
-                self._dropped.discard(number)
-            if self._staged:
-                address = self.driver.allocate(max(nbytes, 1))
-                memory = DeviceArray(address, (nbytes,), np.uint8)
-                weakref.finalize(memory, _free, self.driver, address).atexit = False
-                return memory
-            block = self._share(nbytes)
-        number, self._next_block = self._next_block, self._next_block + 1
-        self._blocks[number] = block
-        memory = DeviceArray(block.addresses[self.rank], (nbytes,), np.uint8)
-        weakref.finalize(memory, self._dropped.add, number).atexit = False
-        return memory
-
-    def peer_view(self, array: Any, rank: int) -> Any:
-        if not device_arrays.is_on_device(array):
-            return self.control.peer_view(array, rank)
-        seen = device_arrays.view(array)
-        place = self._locate(seen)
-        if place == ORDINARY:
-            raise ValueError(
-                "only symmetric memory has a peer's view; allocate the array with comm.empty or comm.zeros"
-                + (", on GPUs that reach each other's memory" if self._staged else "")
-            )
-        block, offset = self._blocks[place >> _OFFSET_BITS], place & (1 << _OFFSET_BITS) - 1
-        return DeviceArray(block.addresses[rank] + offset, seen.shape, seen.dtype, seen.stream, (block, array))
+        return super().allocate(nbytes)
 
     def _locate(self, array: DeviceArray | None) -> int:
-        """The word that says where in symmetric memory an array lies, the same on every rank, or ORDINARY."""
-        if array is not None:
-            for number, block in self._blocks.items():
-                offset = block.offset(self.rank, array.address, array.nbytes)
-                if offset is not None:
-                    return number << _OFFSET_BITS | offset
-        return ORDINARY
+        return ORDINARY if self._staged else super()._locate(array)
 
     # Calls
 
-    def run(self, call: Call, source: Any, target: Any) -> None:
-        if call.collective == "barrier":
-            self._finish()
-        if _on_host(source, target):
-            self._check()
-            self.control.run(call, source, target)
-            return
-        self._enqueue(call, source, target, _stream(source, target))
+    def _put(self, work: Launch, stream: int, captured: bool, launched: Callable[[], None]) -> None:
+        if self._process is not None:
+            self._process.launch(self, work, stream, captured, launched)
+        else:
+            self.driver.launch(work.kernel, (self.channels, 1), grid.MOST_LANES, work.table, stream)
+            launched()
 
-    def start(self, call: Call, source: Any, target: Any) -> Pending:
-        if _on_host(source, target):
-            self._check()
-            return self.control.start(call, source, target)
-        stream, driver = _stream(source, target), self.driver
-        with driver:
-            event = driver.new_event()
-            driver.record(event, stream)
-            driver.wait(self._side, event)
-            self._enqueue(call, source, target, self._side, lambda: driver.record(event, self._side))
-        return _Running(self, event, (source, target))
-
-    def plan(self, call: Call, source: Any, target: Any) -> Callable[..., None]:
-        if _on_host(source, target):
-            return self.control.plan(call, source, target)
-
-        def run(keep: object = None) -> None:
-            self._enqueue(call, source, target, _stream(source, target))
-
-        return run
-
-    def _enqueue(
-        self,
-        call: Call,
-        source: DeviceArray | None,
-        target: DeviceArray | None,
-        stream: int,
-        then: Callable[[], None] | None = None,
-    ) -> None:
-        """Put a call into a stream; `then` is called when it is there."""
-        if not all(array is None or isinstance(array, DeviceArray) for array in (source, target)):
-            raise TypeError("x and out must both be in GPU memory, or both in the CPU's")
-        self._check()
-        gone = [rank for rank, region in enumerate(self.control.regions) if region.state == CLOSED]
-        if gone:
-            raise PeerLostError(f"{describe(call.signature())}: rank {gone[0]} has closed its communicator")
-        driver = self.driver
-        with driver:
-            captured = driver.capturing(stream)
-            launch = self._launch(call, source, target, captured)
-            # Calls of a communicator follow one another, whatever their streams. What is captured keeps to its graph.
-            if not captured and self._last_stream not in (None, stream):
-                driver.wait(stream, self._last)
-
-            def launched() -> None:
-                if not captured:
-                    driver.record(self._last, stream)
-                    self._last_stream = stream
-                    self._enqueued += 1
-                if then is not None:
-                    then()
-
-            if self._process is not None:
-                self._process.launch(self, launch, stream, captured, launched)
-            else:
-                driver.launch(launch.kernel, (self.channels, 1), grid.MOST_LANES, launch.table, stream)
-                launched()
-
-    def _launch(self, call: Call, source: DeviceArray | None, target: DeviceArray | None, captured: bool) -> Launch:
+    def _prepare(self, call: Call, source: DeviceArray | None, target: DeviceArray | None, captured: bool) -> Launch:
         """The launch for a call with these arrays, made when it is asked for the first time."""
         start, end = (0 if array is None else array.address for array in (source, target))
         key = call, start, end
@@ -422,7 +299,7 @@ class Cuda(Backend):
         if symmetric:
             first = self._job(call, "symmetric", places)
             for table, place in zip((first.inputs, first.outputs), places, strict=True):
-                block, offset = self._blocks[place >> _OFFSET_BITS], place & (1 << _OFFSET_BITS) - 1
+                block, offset = self._blocks[place >> OFFSET_BITS], place & (1 << OFFSET_BITS) - 1
                 table[:] = [address + offset for address in block.addresses]
 
         def compose(base: int) -> Any:
@@ -565,15 +442,6 @@ class Cuda(Backend):
         words = np.frombuffer(self.driver.read(at, x.PAGE_BYTES), np.int64).tolist()
         return tuple(words[1 : 1 + x.DESCRIPTOR_WORDS]) if words[0] & 0xFFFFFFFF == number & 0xFFFFFFFF else None
 
-    def _finish(self) -> None:
-        """Wait, on the host, for every call that was put into a stream."""
-        self._check()
-        self.settle()
-        if self._last_stream is not None:
-            with self.driver:
-                self.wait_for(self._last)
-        self._check()
-
     def settle(self) -> None:
         """Wait until the ranks that share this GPU have made the calls that this one has."""
         deadline = time.monotonic() + self.control.timeout
@@ -582,84 +450,6 @@ class Cuda(Backend):
                 raise CollectiveTimeoutError(f"the ranks that share a GPU with rank {self.rank} have not made its call")
             self._check()
             time.sleep(0.001)
-
-    def wait_for(self, event: int) -> None:
-        """Wait, on the host, for an event, in a way that Ctrl-C ends."""
-        pause = 1e-5
-        while not self.driver.done(event):
-            time.sleep(pause)
-            pause = min(2 * pause, 1e-3)
-
-    # The rest
-
-    def view(self, x: Any, role: str = "the array", writable: bool = False) -> Any:
-        on_device = device_arrays.is_on_device(x)
-        return device_arrays.view(x, role, writable) if on_device else arrays.view(x, role, writable)
-
-    def fresh(self, like: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Callable[[], Any]]:
-        if not device_arrays.is_on_device(like):
-            return super().fresh(like, shape, dtype)
-        array = device_arrays.fresh(like, shape, dtype)
-        return device_arrays.view(array), lambda: device_arrays.same_kind(like, array)
-
-    def present(self, memory: Any) -> Any:
-        return device_arrays.present(memory)
-
-    def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:
-        """Messages go through the host's memory."""
-        outgoing = [(self._fetched(array), peer, tag) for array, peer, tag in sends]
-        incoming = [(self._fetched(array, copy=False), peer, tag) for array, peer, tag in receives]
-        self.control.exchange(outgoing, incoming)
-        with self.driver:
-            for (array, _, _), (data, _, _) in zip(receives, incoming, strict=True):
-                if isinstance(array, DeviceArray):
-                    self.driver.write(array.address, data.tobytes())
-
-    def _fetched(self, array: Any, copy: bool = True) -> Any:
-        """A device array's contents in host memory (or only room for them), when its stream has come so far."""
-        if not isinstance(array, DeviceArray):
-            return array
-        with self.driver:
-            self.driver.synchronize(array.stream)
-            if not copy:
-                return np.empty(array.shape, array.dtype)
-            return np.frombuffer(self.driver.read(array.address, array.nbytes), array.dtype).reshape(array.shape)
-
-    def assign(self, target: Any, source: Any) -> None:
-        if not isinstance(target, DeviceArray):
-            super().assign(target, self._fetched(source))
-            return
-        address = source.address if isinstance(source, DeviceArray) else arrays.address(arrays.contiguous(source))
-        with self.driver:
-            self.driver.copy(target.address, address, target.nbytes, target.stream)
-            if not isinstance(source, DeviceArray):
-                self.driver.synchronize(target.stream)
-
-    def signal(self, rank: int) -> None:
-        self._finish()
-        self.control.signal(rank)
-
-    def wait_signal(self, rank: int) -> None:
-        self._check()
-        self.control.wait_signal(rank)
-
-    # Counters and locks that ranks share lie in the host's memory.
-
-    def fetch_add(self, word: Any, value: int, rank: int) -> int:
-        return self.control.fetch_add(word, value, rank)
-
-    def acquire(self, lock: Any, rank: int) -> None:
-        self.control.acquire(lock, rank)
-
-    def release(self, lock: Any, rank: int) -> None:
-        self.control.release(lock, rank)
-
-    def wait_until(self, word: Any, value: int, rank: int) -> None:
-        self.control.wait_until(word, value, rank)
-
-    def check(self, ranks: Sequence[int]) -> None:
-        self._check()
-        self.control.check(ranks)
 
     def split(self, color: int | None, key: int) -> Cuda | None:
         self._finish()
@@ -722,49 +512,6 @@ class Cuda(Backend):
             driver.free(self._job_memory)
             driver.unregister(self._panels.ctypes.data)
             driver.drop_event(self._last)
-
-
-class _Running(Pending):
-    """A call in a stream of the communicator's own."""
-
-    def __init__(self, engine: Cuda, event: int, keep: Any) -> None:
-        self._engine, self._event, self._keep = engine, event, keep
-        self._begun, self._ended = time.monotonic_ns(), 0
-
-    def wait(self) -> None:
-        """Let the caller's current stream wait for the call; the host goes on."""
-        engine = self._engine
-        engine._check()
-        engine.settle()
-        with engine.driver:
-            engine.driver.wait(_stream(*self._keep), self._event)
-
-    def done(self) -> bool:
-        with self._engine.driver:
-            ended = self._engine.driver.done(self._event)
-        if ended and not self._ended:
-            self._ended = time.monotonic_ns()
-        return ended
-
-    def times(self) -> tuple[int, int]:
-        """As the host saw it: when it was put into the stream, and when it was first seen to have ended."""
-        return self._begun, self._ended or time.monotonic_ns()
-
-
-def _on_host(source: Any, target: Any) -> bool:
-    return not isinstance(source, DeviceArray) and not isinstance(target, DeviceArray)
-
-
-def _stream(source: DeviceArray | None, target: DeviceArray | None) -> int:
-    """The caller's current stream, as the arrays' library says it."""
-    array = target if source is None else source
-    assert array is not None
-    return array.stream
-
-
-def _free(driver: Driver, address: int) -> None:
-    with driver:
-        driver.free(address)
 
 
 def _raise_problems(kind: type[Exception], problems: Sequence[str], undo: Callable[[], object]) -> None:

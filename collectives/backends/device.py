@@ -1,0 +1,329 @@
+"""What the backends of GPUs share: a communicator of the same ranks on the host beside them, `control`, and streams.
+
+Calls of GPU arrays are put into the caller's current stream, and the host goes on; `wait` of an asynchronous one makes
+the caller's stream wait. Arrays of the CPU, agreement on allocations, splits, lost peers, counters and locks are
+`control`'s.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from collectives import arrays, device_arrays
+from collectives.backends.base import Backend, Pending
+from collectives.backends.shm import Shm
+from collectives.call import ORDINARY, Call, describe
+from collectives.device_arrays import DeviceArray
+from collectives.errors import CollectiveMismatchError, PeerLostError
+from collectives.region import CLOSED
+
+if TYPE_CHECKING:
+    from kernels.driver import Driver
+
+# A block's number stands above its offset in the word that tells where an array lies.
+OFFSET_BITS = 44
+
+
+@dataclass
+class Block:
+    """Device memory that every rank has. `addresses[r]`: where rank r's is seen in this process, 0 where it is not."""
+
+    addresses: list[int]
+    nbytes: int
+    attached: list[int] = field(default_factory=list)  # where the peers' allocations begin here
+    handle: Any = None  # what a library knows it by
+
+    def offset(self, rank: int, address: int, nbytes: int) -> int | None:
+        """Where a range of `rank`'s memory lies in it, if it does."""
+        at = address - self.addresses[rank]
+        return at if 0 <= at and at + nbytes <= self.nbytes else None
+
+
+class OnDevice(Backend):
+    """One communicator of GPUs, a part of what it is. `driver` is this rank's GPU."""
+
+    def __init__(self, control: Shm, driver: Driver) -> None:
+        self.control, self.driver = control, driver
+        self.rank, self.size, self.eager_bytes = control.rank, control.size, control.eager_bytes
+        self._closed = False
+        self._blocks: dict[int, Block] = {}  # symmetric memory, by number
+        self._dropped: set[int] = set()  # blocks that nobody here uses any more
+        self._next_block = 0
+        self._enqueued = 0  # calls put into streams
+        self._last_stream: int | None = None  # of the last call that was no part of a graph
+        with driver:
+            self._last = driver.new_event()
+            self._side = driver.new_stream()
+
+    # What each of them does in its own way
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise what has gone wrong on the GPU or with the peers."""
+
+    @abstractmethod
+    def _prepare(self, call: Call, source: DeviceArray | None, target: DeviceArray | None, captured: bool) -> Any:
+        """What `_put` needs for a call. Raises for one that cannot be made, before anything has been done."""
+
+    @abstractmethod
+    def _put(self, work: Any, stream: int, captured: bool, launched: Callable[[], None]) -> None:
+        """Put a call into a stream; call `launched` when it is there."""
+
+    @abstractmethod
+    def _share(self, nbytes: int) -> Block:
+        """Zeroed memory of every rank's. All ranks call it together, and what it raises, all raise."""
+
+    @abstractmethod
+    def _give_back(self, block: Block, own: int) -> None:
+        """Undo `_share`, all ranks together. `own`: this rank's address."""
+
+    def settle(self) -> None:
+        """Wait until what was put into streams is there."""
+
+    # Calls
+
+    def run(self, call: Call, source: Any, target: Any) -> None:
+        if call.collective == "barrier":
+            self._finish()
+        if _on_host(source, target):
+            self._check()
+            self.control.run(call, source, target)
+            return
+        self._enqueue(call, source, target, _stream(source, target))
+
+    def start(self, call: Call, source: Any, target: Any) -> Pending:
+        if _on_host(source, target):
+            self._check()
+            return self.control.start(call, source, target)
+        stream, driver = _stream(source, target), self.driver
+        with driver:
+            event = driver.new_event()
+            driver.record(event, stream)
+            driver.wait(self._side, event)
+            self._enqueue(call, source, target, self._side, lambda: driver.record(event, self._side))
+        return _Running(self, event, (source, target))
+
+    def plan(self, call: Call, source: Any, target: Any) -> Callable[..., None]:
+        if _on_host(source, target):
+            return self.control.plan(call, source, target)
+
+        def run(keep: object = None) -> None:
+            self._enqueue(call, source, target, _stream(source, target))
+
+        return run
+
+    def _enqueue(
+        self,
+        call: Call,
+        source: DeviceArray | None,
+        target: DeviceArray | None,
+        stream: int,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Put a call into a stream; `then` is called when it is there."""
+        if not all(array is None or isinstance(array, DeviceArray) for array in (source, target)):
+            raise TypeError("x and out must both be in GPU memory, or both in the CPU's")
+        self._check()
+        gone = [rank for rank, region in enumerate(self.control.regions) if region.state == CLOSED]
+        if gone:
+            raise PeerLostError(f"{describe(call.signature())}: rank {gone[0]} has closed its communicator")
+        driver = self.driver
+        with driver:
+            captured = driver.capturing(stream)
+            work = self._prepare(call, source, target, captured)
+            # Calls of a communicator follow one another, whatever their streams. What is captured keeps to its graph.
+            if not captured and self._last_stream not in (None, stream):
+                driver.wait(stream, self._last)
+
+            def launched() -> None:
+                if not captured:
+                    driver.record(self._last, stream)
+                    self._last_stream = stream
+                    self._enqueued += 1
+                if then is not None:
+                    then()
+
+            self._put(work, stream, captured, launched)
+
+    def _finish(self) -> None:
+        """Wait, on the host, for every call that was put into a stream."""
+        self._check()
+        self.settle()
+        if self._last_stream is not None:
+            with self.driver:
+                self.wait_for(self._last)
+        self._check()
+
+    def wait_for(self, event: int) -> None:
+        """Wait, on the host, for an event, in a way that Ctrl-C ends."""
+        pause = 1e-5
+        while not self.driver.done(event):
+            self._check()
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+
+    # Memory that is shared
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        self._finish()  # the driver may wait for kernels, which may wait for peers
+        pending = sorted(self._dropped.copy())
+        answers = self.control.agree("empty", [nbytes, pending])
+        if len({size for size, _ in answers}) > 1:
+            sizes = ", ".join(f"rank {rank} {size:,}" for rank, (size, _) in enumerate(answers))
+            error = CollectiveMismatchError(f"the ranks allocate different numbers of bytes: {sizes}")
+            self.control.fail(error)
+            raise error
+        with self.driver:
+            for number in sorted(set.intersection(*(set(theirs) for _, theirs in answers))):
+                block = self._blocks.pop(number)
+                self._give_back(block, block.addresses[self.rank])
+                self._dropped.discard(number)
+            block = self._share(nbytes)
+        number, self._next_block = self._next_block, self._next_block + 1
+        self._blocks[number] = block
+        memory = DeviceArray(block.addresses[self.rank], (nbytes,), np.uint8)
+        weakref.finalize(memory, self._dropped.add, number).atexit = False
+        return memory
+
+    def peer_view(self, array: Any, rank: int) -> Any:
+        if not device_arrays.is_on_device(array):
+            return self.control.peer_view(array, rank)
+        seen = device_arrays.view(array)
+        place = self._locate(seen)
+        if place == ORDINARY:
+            raise ValueError(
+                "only symmetric memory has a peer's view; allocate the array with comm.empty or comm.zeros, on GPUs "
+                "that reach each other's memory"
+            )
+        block, offset = self._blocks[place >> OFFSET_BITS], place & (1 << OFFSET_BITS) - 1
+        if not block.addresses[rank]:
+            raise ValueError(f"rank {rank}'s memory cannot be read or written from rank {self.rank}'s GPU; send it")
+        return DeviceArray(block.addresses[rank] + offset, seen.shape, seen.dtype, seen.stream, (block, array))
+
+    def _locate(self, array: DeviceArray | None) -> int:
+        """The word that says where in symmetric memory an array lies, the same on every rank, or ORDINARY."""
+        if array is not None:
+            for number, block in self._blocks.items():
+                offset = block.offset(self.rank, array.address, array.nbytes)
+                if offset is not None:
+                    return number << OFFSET_BITS | offset
+        return ORDINARY
+
+    # The rest
+
+    def view(self, x: Any, role: str = "the array", writable: bool = False) -> Any:
+        on_device = device_arrays.is_on_device(x)
+        return device_arrays.view(x, role, writable) if on_device else arrays.view(x, role, writable)
+
+    def fresh(self, like: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Callable[[], Any]]:
+        if not device_arrays.is_on_device(like):
+            return super().fresh(like, shape, dtype)
+        array = device_arrays.fresh(like, shape, dtype)
+        return device_arrays.view(array), lambda: device_arrays.same_kind(like, array)
+
+    def present(self, memory: Any) -> Any:
+        return device_arrays.present(memory)
+
+    def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:
+        """Messages go through the host's memory."""
+        outgoing = [(self._fetched(array), peer, tag) for array, peer, tag in sends]
+        incoming = [(self._fetched(array, copy=False), peer, tag) for array, peer, tag in receives]
+        self.control.exchange(outgoing, incoming)
+        with self.driver:
+            for (array, _, _), (data, _, _) in zip(receives, incoming, strict=True):
+                if isinstance(array, DeviceArray):
+                    self.driver.write(array.address, data.tobytes())
+
+    def _fetched(self, array: Any, copy: bool = True) -> Any:
+        """A device array's contents in host memory (or only room for them), when its stream has come so far."""
+        if not isinstance(array, DeviceArray):
+            return array
+        with self.driver:
+            self.driver.synchronize(array.stream)
+            if not copy:
+                return np.empty(array.shape, array.dtype)
+            return np.frombuffer(self.driver.read(array.address, array.nbytes), array.dtype).reshape(array.shape)
+
+    def assign(self, target: Any, source: Any) -> None:
+        if not isinstance(target, DeviceArray):
+            super().assign(target, self._fetched(source))
+            return
+        address = source.address if isinstance(source, DeviceArray) else arrays.address(arrays.contiguous(source))
+        with self.driver:
+            self.driver.copy(target.address, address, target.nbytes, target.stream)
+            if not isinstance(source, DeviceArray):
+                self.driver.synchronize(target.stream)
+            elif not self.driver.capturing(target.stream):  # `signal`, and what comes next, comes after it
+                self.driver.record(self._last, target.stream)
+                self._last_stream = target.stream
+
+    def signal(self, rank: int) -> None:
+        self._finish()
+        self.control.signal(rank)
+
+    def wait_signal(self, rank: int) -> None:
+        self._check()
+        self.control.wait_signal(rank)
+
+    # Counters and locks that ranks share lie in the host's memory.
+
+    def fetch_add(self, word: Any, value: int, rank: int) -> int:
+        return self.control.fetch_add(word, value, rank)
+
+    def acquire(self, lock: Any, rank: int) -> None:
+        self.control.acquire(lock, rank)
+
+    def release(self, lock: Any, rank: int) -> None:
+        self.control.release(lock, rank)
+
+    def wait_until(self, word: Any, value: int, rank: int) -> None:
+        self.control.wait_until(word, value, rank)
+
+    def check(self, ranks: Sequence[int]) -> None:
+        self._check()
+        self.control.check(ranks)
+
+
+class _Running(Pending):
+    """A call in a stream of the communicator's own."""
+
+    def __init__(self, engine: OnDevice, event: int, keep: Any) -> None:
+        self._engine, self._event, self._keep = engine, event, keep
+        self._begun, self._ended = time.monotonic_ns(), 0
+
+    def wait(self) -> None:
+        """Let the caller's current stream wait for the call; the host goes on."""
+        engine = self._engine
+        engine._check()
+        engine.settle()
+        with engine.driver:
+            engine.driver.wait(_stream(*self._keep), self._event)
+
+    def done(self) -> bool:
+        with self._engine.driver:
+            ended = self._engine.driver.done(self._event)
+        if ended and not self._ended:
+            self._ended = time.monotonic_ns()
+        return ended
+
+    def times(self) -> tuple[int, int]:
+        """As the host saw it: when it was put into the stream, and when it was first seen to have ended."""
+        return self._begun, self._ended or time.monotonic_ns()
+
+
+def _on_host(source: Any, target: Any) -> bool:
+    return not isinstance(source, DeviceArray) and not isinstance(target, DeviceArray)
+
+
+def _stream(source: DeviceArray | None, target: DeviceArray | None) -> int:
+    """The caller's current stream, as the arrays' library says it."""
+    array = target if source is None else source
+    assert array is not None
+    return array.stream
