@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -20,26 +21,31 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import collectives
 from collectives import Communicator
+from collectives.backends.nccl import translate
 from collectives.builder import algorithms
+from collectives.call import make_call
 from collectives.contract import COLLECTIVES
 from collectives.device_arrays import DeviceArray
-from collectives.initialise import BACKENDS
+from collectives.initialise import ON_GPU
 from kernels.dtypes import DTYPES, find
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 SPLIT = ("reduce_scatter", "scatter", "all_to_all")  # x has a block for each rank
 REPLAYS = 20
+ENQUEUED = 500  # calls of which the host's time is taken
 BIG = 256 << 20  # bytes of the timed messages
 
 
 class Case(NamedTuple):
-    """One call: its data are drawn from its number."""
+    """One call: its data are drawn from its number. Without an algorithm it is for NCCL, which adds in an order of its
+    own: the data are small whole numbers, which every order adds alike."""
 
     number: int
     collective: str
@@ -77,12 +83,26 @@ def cases(thorough: bool) -> list[Case]:
     return found
 
 
+def cases_for_nccl() -> list[Case]:
+    """Every collective with every dtype and operation that NCCL has."""
+    first: dict[tuple[str, str, str], Case] = {}
+    for case in cases(True):
+        try:
+            translate(make_call(case.collective, find(case.dtype), case.rows, case.op))
+        except TypeError:
+            continue
+        first.setdefault((case.collective, case.dtype, case.op), case._replace(algorithm=""))
+    return list(first.values())
+
+
 def inputs(case: Case, rank: int, size: int) -> Any:
     """One rank's contribution: numbers of any magnitude, which every order of adding rounds differently."""
     generator = np.random.default_rng([case.number, rank])
     count = case.rows * (size if case.collective in SPLIT else 1)
     values = generator.standard_normal(count) * 2.0 ** generator.integers(-4, 5, count)
     kind = find(case.dtype)
+    if not case.algorithm:
+        return generator.integers(0, 2, count).astype(kind.numpy)
     if kind.kind in ("int", "uint"):
         return generator.integers(0, 100, count).astype(kind.numpy)
     return (values > 0 if kind.kind == "bool" else values).astype(kind.numpy)
@@ -90,7 +110,7 @@ def inputs(case: Case, rank: int, size: int) -> Any:
 
 def results(comm: Communicator, given: Sequence[Case]) -> list[str]:
     """A digest of what each case leaves on this rank."""
-    place: Callable[[Any, bool], Any] = _on_gpu(comm) if comm.backend == "cuda" else lambda values, symmetric: values
+    place: Callable[[Any, bool], Any] = _on_gpu(comm) if comm.backend in ON_GPU else lambda values, symmetric: values
     return [_digest(_run(comm, case, place)) for case in given]
 
 
@@ -100,11 +120,11 @@ def _run(comm: Communicator, case: Case, place: Callable[[Any, bool], Any]) -> A
     rows = {"all_gather": case.rows * size, "gather": case.rows * size, "all_to_all": case.rows * size}
     has_result = case.collective not in ("reduce", "gather") or comm.rank == root
     out = place(np.zeros(rows.get(case.collective, case.rows), kind), case.symmetric) if has_result else None
-    options: dict[str, Any] = {"algorithm": case.algorithm}
+    options: dict[str, Any] = {"algorithm": case.algorithm or None}
     if case.collective in ROOTED:
         options["root"] = root
     if COLLECTIVES[case.collective].source is None:
-        options["op"] = collectives.premul_sum(3) if case.op == "premul_sum" else case.op
+        options["op"] = collectives.premul_sum(3 if case.algorithm else 2) if case.op == "premul_sum" else case.op
     if case.collective == "broadcast":
         return comm.broadcast(x, **options)
     if case.collective == "scatter" and comm.rank != root:
@@ -145,9 +165,9 @@ def _on_gpu(comm: Communicator) -> Callable[[Any, bool], DeviceArray]:
     return place
 
 
-def compare(backend: str, ranks: int, thorough: bool) -> Row:
-    """Every case on a backend against the CPU's bytes."""
-    begun, given = time.monotonic(), cases(thorough)
+def compare(backend: str, ranks: int, given: Sequence[Case]) -> Row:
+    """Cases on a backend against the CPU's bytes."""
+    begun = time.monotonic()
     got = collectives.spawn(results, ranks, (given,), backend=backend)
     wanted = collectives.spawn(results, ranks, (given,), backend="shm")
     wrong = [case for case, *both in zip(given, zip(*got), zip(*wanted)) if both[0] != both[1]]
@@ -199,6 +219,32 @@ def timings(comm: Communicator) -> tuple[float, float]:
     return 2 * BIG / copied, 2 * comm.size * BIG / reduced
 
 
+def enqueueing(comm: Communicator) -> float:
+    """Seconds that an all-reduce of 8 bytes takes on the host."""
+    import cupy
+
+    x = cupy.ones(2, np.float32)
+    plan = comm.plan("all_reduce", x, out=x)
+    plan()
+    comm.barrier()
+    begun = time.perf_counter()
+    for _ in range(ENQUEUED):
+        plan()
+    return (time.perf_counter() - begun) / ENQUEUED
+
+
+def comparing(ranks: int) -> Row:
+    """What it costs that NCCL's ranks compare their calls."""
+    begun, seconds = time.monotonic(), []
+    for checks in ("1", "0"):
+        os.environ["MGPU_NCCL_CHECK"] = checks
+        seconds.append(max(collectives.spawn(enqueueing, ranks, backend="nccl")))
+    del os.environ["MGPU_NCCL_CHECK"]
+    with_, without = (1e6 * each for each in seconds)
+    note = f"{with_:.1f} us of the host for a call, {without:.1f} us with MGPU_NCCL_CHECK=0"
+    return Row("cost of comparing", ranks, 1, 0, time.monotonic() - begun, note)
+
+
 def sanitize(tool: str) -> Row:
     """The programs once more, under a tool of compute-sanitizer."""
     begun, program = time.monotonic(), shutil.which("compute-sanitizer")
@@ -239,12 +285,14 @@ def check(backend: str, ranks: Sequence[int], minutes: float, programs_only: boo
         return Row("timings, 256 MiB", size, 1, 0, time.monotonic() - begun, note)
 
     for size in ranks:
-        attempt("programs", size, partial(compare, backend, size, backend == "cuda" and not programs_only))
+        attempt("programs", size, partial(compare, backend, size, cases(backend == "cuda" and not programs_only)))
     if backend == "cuda" and not programs_only:
         attempt("graph replay", 2, lambda: replayed(2))
         attempt("timings", ranks[0], lambda: timed(ranks[0]))
-        if "nccl" in BACKENDS:
-            attempt("programs, nccl", ranks[0], lambda: compare("nccl", ranks[0], False))
+        if find_spec("nccl") is not None:
+            os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+            attempt("programs, nccl", ranks[0], lambda: compare("nccl", ranks[0], cases_for_nccl()))
+            attempt("cost of comparing", ranks[0], lambda: comparing(ranks[0]))
         for tool in ("memcheck", "racecheck"):
             attempt(tool, 2, partial(sanitize, tool))
     return rows

@@ -519,24 +519,25 @@ class Communicator:
             raise ValueError("all_reduce of a list: out is the same list, to reduce in place, or None")
         results: list[Any] = list(xs)
         views = [self._backend.view(x, f"x[{i}]", writable=out is not None) for i, x in enumerate(xs)]
-        if not all(isinstance(view, np.ndarray) for view in views):
-            raise TypeError("a list of arrays is joined on the CPU; reduce arrays in GPU memory one by one")
-        batches: list[tuple[list[int], Array]] = []
+        parts: list[tuple[int, Array]] = []
         works = []
-        for dtype in dict.fromkeys(view.dtype for view in views):
-            members = [i for i, view in enumerate(views) if view.dtype == dtype]
-            bucket = np.concatenate([views[i].reshape(-1) for i in members])
+        for kind in dict.fromkeys((view.dtype, type(view)) for view in views):
+            members = [i for i, view in enumerate(views) if (view.dtype, type(view)) == kind]
+            bounds = np.cumsum([0, *(views[i].size for i in members)]).tolist()
+            bucket, _ = self._backend.fresh(xs[members[0]], (bounds[-1],), kind[0])
+            for i, start, end in zip(members, bounds, bounds[1:]):
+                parts.append((i, bucket[start:end]))
+                self._backend.assign(parts[-1][1], views[i].reshape(-1))
             works.append(self.all_reduce(bucket, op, out=bucket, algorithm=algorithm, async_op=async_op))
-            batches.append((members, bucket))
 
         def finish() -> list[Any]:
-            for members, bucket in batches:
-                bounds = np.cumsum([views[i].size for i in members])[:-1]
-                for i, part in zip(members, np.split(bucket, bounds), strict=True):
-                    if out is None:
-                        results[i] = arrays.same_kind(xs[i], part.reshape(views[i].shape))
-                    else:
-                        views[i][...] = part.reshape(views[i].shape)
+            for i, part in parts:
+                if out is None:
+                    target, result = self._backend.fresh(xs[i], views[i].shape, part.dtype)
+                    self._backend.assign(target, part)
+                    results[i] = result()
+                else:
+                    self._backend.assign(views[i], part)
             return results
 
         return _Many(works, finish) if async_op else finish()

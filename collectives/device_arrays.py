@@ -78,6 +78,15 @@ class DeviceArray:
             raise ValueError(f"an array of shape {self.shape} cannot have shape {new}")
         return DeviceArray(self.address, new, self.dtype, self.stream, self)
 
+    def __getitem__(self, rows: slice) -> DeviceArray:
+        """Rows that follow one another: the same memory."""
+        start, end, step = rows.indices(len(self))
+        if step != 1:
+            raise ValueError(f"rows {start} to {end} in steps of {step} are not contiguous")
+        width = math.prod(self.shape[1:])
+        shape = max(0, end - start), *self.shape[1:]
+        return DeviceArray(self.address + start * width * self.itemsize, shape, self.dtype, self.stream, self)
+
     def view(self, dtype: Any) -> DeviceArray:
         """The same memory as a flat array of another type."""
         return DeviceArray(self.address, (self.nbytes // np.dtype(dtype).itemsize,), dtype, self.stream, self)

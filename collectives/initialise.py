@@ -27,7 +27,8 @@ from collectives.rendezvous import Meeting, meet
 if TYPE_CHECKING:
     from kernels.driver import Driver
 
-BACKENDS = ("auto", "shm", "sim", "cuda")
+BACKENDS = ("auto", "shm", "sim", "cuda", "nccl")
+ON_GPU = ("cuda", "nccl")
 
 
 def init(
@@ -51,9 +52,9 @@ def init(
 
     backend, the same on every rank: "shm", processes on one host that share memory. "cuda", a GPU for each of them:
     number `device` of those that the process sees, or else the rank's number on its host, counted round; arrays of the
-    CPU go as with "shm". "sim": the GPU's kernels, in Numba's simulator, on the host's memory, for tests
-    (`spawn(..., backend="sim")` sets it up); ImportError where Numba does not simulate. "auto": "cuda" where every rank
-    has a GPU and CUDA's Python packages, else "shm".
+    CPU go as with "shm". "nccl": the same through NVIDIA's NCCL, by nccl4py. "sim": the GPU's kernels in Numba's
+    simulator, on the host's memory, for tests (`spawn(..., backend="sim")` sets it up); ImportError where Numba does
+    not simulate. "auto": "cuda" where every rank has a GPU and CUDA's Python packages, else "shm".
 
     Raises ValueError for a wrong argument or environment, CollectiveMismatchError for backends that differ,
     CollectiveTimeoutError naming who came and who did not, PeerLostError naming a rank that died meanwhile, MemoryError
@@ -71,7 +72,7 @@ def init(
     recorder.answer_signals()
     if notes := timeline.begin(engine.rank):
         engine = Traced(engine, notes)
-    if os.environ.get("MGPU_DEBUG_RESULTS") == "1" and engine.name != "cuda":
+    if os.environ.get("MGPU_DEBUG_RESULTS") == "1" and engine.name not in ON_GPU:
         engine = Checked(engine)
     return Communicator(engine)
 
@@ -99,13 +100,13 @@ def join_all(drivers: Sequence[Driver], timeout: float) -> list[Communicator]:
 
     def join(rank: int) -> Communicator:
         place = environment.place(rank, size, address, timeout=timeout)
-        return Communicator(_join(place, "cuda", Shm, lambda control: Cuda(control, drivers[rank], process)))
+        return Communicator(_join(place, "cuda", Shm, lambda _, control: Cuda(control, drivers[rank], process)))
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(join, range(size)))
 
 
-def _join(place: Place, backend: str, engine_class: type[Shm], on_gpu: Callable[[Shm], Backend]) -> Backend:
+def _join(place: Place, backend: str, engine_class: type[Shm], on_gpu: Callable[[str, Shm], Backend]) -> Backend:
     """This rank's engine, when all ranks have met."""
     meeting = meet(place)
     with ExitStack() as undo:
@@ -116,7 +117,7 @@ def _join(place: Place, backend: str, engine_class: type[Shm], on_gpu: Callable[
         undo.callback(host.close)
         control = engine_class(host, range(meeting.size), 0, place.timeout)
         meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
-        engine = on_gpu(control) if backend == "cuda" else control
+        engine = on_gpu(backend, control) if backend in ON_GPU else control
         undo.pop_all()
     return engine
 
@@ -133,12 +134,19 @@ def _agree(backend: str, meeting: Meeting) -> str:
     return "cuda" if all(gpu for _, gpu in answers) and all(peer.local for peer in meeting.peers) else "shm"
 
 
-def _gpu(device: int | None, control: Shm) -> Backend:
-    from collectives.backends.cuda import Cuda
+def _gpu(device: int | None, backend: str, control: Shm) -> Backend:
     from kernels.driver import Driver, devices
 
-    number = control.rank % max(devices(), 1) if device is None else device
-    return Cuda(control, Driver(number))
+    driver = Driver(control.rank % max(devices(), 1) if device is None else device)
+    if backend == "nccl":
+        from nccl.bindings import nccl
+
+        from collectives.backends.nccl import Nccl
+
+        return Nccl(control, driver, nccl)
+    from collectives.backends.cuda import Cuda
+
+    return Cuda(control, driver)
 
 
 def _host_engine(backend: str) -> type[Shm]:

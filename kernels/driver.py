@@ -94,9 +94,13 @@ class Driver:
     def allocate(self, nbytes: int) -> int:
         """Memory of this GPU, zeroed."""
         address = int(call(cu.cuMemAlloc, nbytes))
+        self.clear(address, nbytes)
+        return address
+
+    def clear(self, address: int, nbytes: int) -> None:
+        """Make memory zero, and return when it is."""
         call(cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
         self.synchronize(self._stream)
-        return address
 
     def free(self, address: int) -> None:
         """Give back what `allocate` gave."""

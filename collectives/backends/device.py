@@ -7,6 +7,7 @@ the caller's stream wait. Arrays of the CPU, agreement on allocations, splits, l
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from abc import abstractmethod
@@ -225,6 +226,12 @@ class OnDevice(Backend):
     def fresh(self, like: Any, shape: tuple[int, ...], dtype: Any) -> tuple[Any, Callable[[], Any]]:
         if not device_arrays.is_on_device(like):
             return super().fresh(like, shape, dtype)
+        if isinstance(like, DeviceArray):
+            with self.driver:
+                address = self.driver.allocate(max(1, math.prod(shape) * np.dtype(dtype).itemsize))
+            new = DeviceArray(address, shape, dtype, like.stream)
+            weakref.finalize(new, _free, self.driver, address).atexit = False
+            return new, lambda: new
         array = device_arrays.fresh(like, shape, dtype)
         return device_arrays.view(array), lambda: device_arrays.same_kind(like, array)
 
@@ -320,6 +327,11 @@ class _Running(Pending):
 
 def _on_host(source: Any, target: Any) -> bool:
     return not isinstance(source, DeviceArray) and not isinstance(target, DeviceArray)
+
+
+def _free(driver: Driver, address: int) -> None:
+    with driver:
+        driver.free(address)
 
 
 def _stream(source: DeviceArray | None, target: DeviceArray | None) -> int:

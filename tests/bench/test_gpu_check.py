@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench import gpu_check
@@ -21,6 +22,15 @@ def test_thorough_cases_are_every_program_with_every_dtype_and_operation() -> No
                 assert ("all_reduce", name, dtype.name, op) in found
     programs = {(collective, name) for collective, name, *_ in found}
     assert programs == {(c, n) for c in COLLECTIVES if c not in ("send_recv", "barrier") for n in algorithms(c)}
+
+
+def test_cases_for_nccl_are_what_it_can_add_in_numbers_that_every_order_adds_alike() -> None:
+    found = gpu_check.cases_for_nccl()
+    kinds = {(case.collective, case.dtype, case.op) for case in found}
+    assert len(kinds) == len(found) and ("all_reduce", "int16", "sum") not in kinds
+    assert {("all_reduce", "complex64", "sum"), ("all_gather", "int16", "sum")} <= kinds
+    for case in found[::17]:
+        assert set(np.unique(gpu_check.inputs(case, 1, 2)).tolist()) <= {0, 1}
 
 
 def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2(

@@ -45,9 +45,9 @@ def doze(round: int, flag: int, seen: int, spins: int, yields: int) -> bool:
 class FakeDriver:
     """See above. `log` holds (method, arguments) of what was asked of it."""
 
-    def __init__(self, device: int = 0, reachable: bool = True) -> None:
+    def __init__(self, device: int = 0, reachable: bool = True, uuid: str | None = None) -> None:
         self.device, self.name, self.capability, self.processors = device, "fake", (9, 0), 2
-        self.uuid, self._reachable = f"{os.getpid()}-{device}", reachable
+        self.uuid, self._reachable = uuid or f"{os.getpid()}-{device}", reachable
         self._file = os.memfd_create("pool")
         os.ftruncate(self._file, POOL)
         self._pages = mmap.mmap(self._file, POOL)
@@ -84,6 +84,9 @@ class FakeDriver:
             self._sizes[address] = size
         ctypes.memset(address, 0, size)
         return address
+
+    def clear(self, address: int, nbytes: int) -> None:
+        ctypes.memset(address, 0, nbytes)
 
     def free(self, address: int) -> None:
         self._free.setdefault(self._sizes[address], []).append(address)

@@ -55,6 +55,13 @@ def test_shapes_and_types_of_the_same_memory() -> None:
         other.reshape(4, 4)
 
 
+def test_rows_are_the_same_memory() -> None:
+    rows = DeviceArray(4096, (6, 2), np.float32)[1:4]
+    assert (rows.address, rows.shape) == (4104, (3, 2)) and rows[2:2].size == rows[9:].size == 0
+    with pytest.raises(ValueError, match="not contiguous"):
+        rows[::2]
+
+
 def test_any_library_can_wrap_one() -> None:
     words = DeviceArray(4096, (2,), np.float32, stream=9).__cuda_array_interface__
     assert words["data"] == (4096, False) and words["typestr"] == "<f4" and words["stream"] == 9

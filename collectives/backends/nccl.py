@@ -1,0 +1,587 @@
+"""GPUs joined by NVIDIA's NCCL, through nccl4py: a process for each GPU.
+
+NCCL moves and adds; what else a call here promises is done beside it, by a communicator of the same ranks on the host.
+NCCL itself neither compares what ranks have called nor notices a peer that dies on the same host, and it may block for
+ever. So its communicators are non-blocking (every call returns, and is asked about until it has settled), ranks compare
+their calls in a ledger beside the streams (MGPU_NCCL_CHECK=0 saves that), and a thread looks at peers, deadlines and
+NCCL's own state, and aborts what waits in vain.
+
+It is NCCL's C interface that is called, `nccl.bindings.nccl`, since arrays here are addresses, and of more types than
+`nccl.core` knows arrays of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from collectives.backends.device import Block, OnDevice
+from collectives.backends.shm import Shm
+from collectives.call import Call, describe, scale_value
+from collectives.contract import COLLECTIVES, Contract, Geometry, geometry
+from collectives.device_arrays import DeviceArray
+from collectives.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+)
+from collectives.ledger import NBYTES, Ledger
+from collectives.memory import PAGE
+from collectives.watch import Watch
+from kernels.dtypes import DTYPES, DType, find
+
+if TYPE_CHECKING:
+    from kernels.driver import Driver
+
+OLDEST = 22800  # the first NCCL with all calls that are made here: 2.28
+LOOK = 0.05  # seconds between two looks at the peers
+_FAREWELL = 5.0  # seconds that `close` waits for the peers to close, and anybody for an abort
+_LAST_NEWS = 1.0  # seconds in which a peer that NCCL has lost is found by name
+_MOST_FLIGHTS = 64  # calls under way before those that have ended are sorted out
+_HEADERS = -(1 << 63)  # the tag of what goes before a message
+
+# nccl.h's numbers.
+SUCCESS, REMOTE_ERROR, IN_PROGRESS, TIMEOUT = 0, 6, 7, 8
+DATATYPES = {
+    "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5, "float16": 6, "float32": 7, "float64": 8,
+    "bfloat16": 9, "float8_e4m3fn": 10, "float8_e5m2": 11,
+}  # fmt: skip
+OPERATIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
+_BYTES = DATATYPES["uint8"]
+_NO_COLOR, _HOST_IMMEDIATE, _COLL_SYMMETRIC = -1, 1, 1
+
+
+class Terms(NamedTuple):
+    """A call in NCCL's words: `factor` elements of `datatype` for each of the caller's; `op` is None for premul_sum."""
+
+    datatype: int
+    factor: int
+    op: int | None
+
+
+class _Flight(NamedTuple):
+    """Work in a stream: its number in the ledger (0 for messages), what it is, whom it needs, and its end."""
+
+    number: int
+    what: str
+    peers: Sequence[int]
+    event: int
+
+
+class Request(NamedTuple):
+    """A call that can be made."""
+
+    call: Call
+    terms: Terms
+    source: DeviceArray | None
+    target: DeviceArray | None
+
+
+def translate(call: Call) -> Terms:
+    """A call in NCCL's words. Copies go as bytes. Truth values are added as uint8 by max and multiplied by min; complex
+    numbers are added as twice as many reals.
+
+    Raises TypeError for what NCCL cannot add: 16-bit integers, and products of complex numbers.
+    """
+    dtype = call.dtype
+    if not call.reduces:
+        return Terms(_BYTES, dtype.itemsize, None)
+    op = None if call.op == "premul_sum" else OPERATIONS[call.op]
+    if dtype.kind == "bool":
+        return Terms(_BYTES, 1, OPERATIONS[{"sum": "max", "prod": "min"}.get(call.op, call.op)])
+    if dtype.kind == "complex" and call.op != "prod":
+        return Terms(DATATYPES[_real(dtype).name], 2, op)
+    if dtype.name not in DATATYPES:
+        raise TypeError(
+            f"NCCL has no {call.op} of {dtype.name}; use backend='cuda', or convert to "
+            f"{'int32' if dtype.kind in ('int', 'uint') else 'real numbers'}"
+        )
+    return Terms(DATATYPES[dtype.name], 1, op)
+
+
+def scale(call: Call) -> np.ndarray[Any, Any]:
+    """What premul_sum multiplies by, as NCCL reads it: one element of the type that is added."""
+    value = scale_value(call.dtype.code << 8, call.scale)
+    return np.array([value], _real(call.dtype).numpy)
+
+
+class Nccl(OnDevice):
+    """One communicator of GPUs. All ranks of `control` make theirs together. `driver` is this rank's GPU, `library` is
+    nccl4py's bindings. `comm`: NCCL's communicator, where there is one already."""
+
+    name = "nccl"
+
+    def __init__(self, control: Shm, driver: Driver, library: Any, comm: Any = None) -> None:
+        super().__init__(control, driver)
+        self._nccl, self._comm = library, comm
+        self._mutex = threading.RLock()  # around every call of NCCL, and what the guard thread shares
+        self._flights: deque[_Flight] = deque()
+        self._lost: CollectiveError | None = None  # why NCCL's communicator is gone
+        self._raised = False
+        self._compares = os.environ.get("MGPU_NCCL_CHECK", "1") != "0"
+        self._page = control.allocate(-(-NBYTES // PAGE) * PAGE)
+        pages = [control.peer_view(self._page, rank)[:NBYTES] for rank in range(self.size)]
+        self._ledger = Ledger(pages, self.rank)
+        self._least = self._meet()
+        if comm is None:
+            self._comm = self._join()
+        else:
+            self._settle("split")
+        self._children: weakref.WeakSet[Nccl] = weakref.WeakSet()
+        self._closing = threading.Event()
+        self._guard = threading.Thread(target=self._watch, name="mgpu guard", daemon=True)
+        self._guard.start()
+
+    # Beginning
+
+    def _meet(self) -> tuple[int, int]:
+        """The least compute capability of the ranks' GPUs. Raises, on every rank alike, where NCCL cannot join them."""
+        version = self._nccl.get_version()
+        mine = [self.driver.uuid, self.driver.capability, version, self._compares]
+        answers = [json.loads(answer) for answer in self.control.gather_bytes(json.dumps(mine).encode())]
+        for rank, (_, _, theirs, checks) in enumerate(answers):
+            if theirs < OLDEST:
+                raise RuntimeError(
+                    f"rank {rank} has loaded NCCL {told(theirs)}, and this backend needs {told(OLDEST)} or later; "
+                    f"`mgpu doctor` says which file that is"
+                )
+            if theirs != version:
+                raise CollectiveMismatchError(
+                    f"rank {rank} has loaded NCCL {told(theirs)}, and rank {self.rank} {told(version)}; all ranks need "
+                    f"the same one"
+                )
+            if checks != self._compares:
+                raise CollectiveMismatchError(f"ranks {rank} and {self.rank} differ in MGPU_NCCL_CHECK")
+        if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            uuids = [uuid for uuid, *_ in answers]
+            for rank, uuid in enumerate(uuids):
+                if uuids.index(uuid) != rank:
+                    raise RuntimeError(
+                        f"ranks {uuids.index(uuid)} and {rank} have the same GPU, and NCCL wants one for each rank; "
+                        f"use backend='cuda', fewer ranks, or NCCL_MULTI_RANK_GPU_ENABLE=1"
+                    )
+        return min((major, minor) for _, (major, minor), *_ in answers)
+
+    def _join(self) -> Any:
+        """A new communicator of NCCL's, of all ranks; rank 0's identifier for it goes by way of the host."""
+        nccl, unique, problem = self._nccl, b"", ""
+        if self.rank == 0:
+            try:
+                unique = bytes(nccl.get_unique_id())
+            except nccl.NCCLError as error:
+                problem = f"NCCL, on rank 0, finds no way to be reached: {error}"
+        answers = self.control.gather_bytes(json.dumps([unique.hex(), problem]).encode())
+        identifier, problem = json.loads(answers[0])
+        if problem:
+            raise CollectiveError(problem)
+        unique = nccl.UniqueId.from_buffer(bytes.fromhex(identifier))
+        config = nccl.Config()
+        config.blocking = 0
+        with self.driver, self._failing():
+            with self._calling("init"):
+                self._comm = nccl.comm_init_rank_config(self.size, unique, self.rank, config.ptr)
+            self._settle("init")
+        return self._comm
+
+    # Calls
+
+    def _prepare(self, call: Call, source: DeviceArray | None, target: DeviceArray | None, captured: bool) -> Request:
+        if call.algorithm:
+            raise ValueError(f"algorithm={call.algorithm!r}: NCCL chooses for itself; NCCL_ALGO tells it what to")
+        terms = translate(call)
+        if call.reduces and call.dtype.name.startswith("float8") and self._least < (9, 0):
+            raise TypeError(f"NCCL adds {call.dtype.name} on GPUs of compute capability 9.0 and later")
+        return Request(call, terms, source, target)
+
+    def _put(self, work: Request, stream: int, captured: bool, launched: Callable[[], None]) -> None:
+        call = work.call
+        what = partial(describe, call.signature())
+        with self._failing():
+            number = self._announce(call, what)
+            operation = self._make(work, stream, what)
+            self._settle(what())
+            if operation is not None:
+                with self._calling(what()):
+                    self._nccl.red_op_destroy(operation, self._comm)
+        launched()
+        if not captured:
+            self._follow(number, what(), range(self.size), stream)
+
+    def _announce(self, call: Call, what: Callable[[], str]) -> int:
+        """Write the call down for the others, and compare it with theirs. Its number."""
+        ledger = self._ledger
+        if self._compares and ledger.behind():
+            with Watch(self.control, what) as watch:
+                while behind := ledger.behind():
+                    watch.look(behind, lambda: f"{behind} are far behind")
+                    time.sleep(LOOK)
+        with self._mutex:
+            number = ledger.begin(call.signature() if self._compares else None)
+            if self._compares:
+                ledger.compare()
+        return number
+
+    def _make(self, work: Request, stream: int, what: Callable[[], str]) -> int | None:
+        """Make NCCL's calls for one of ours. The operation of a premul_sum, which is to be destroyed when they have
+        settled."""
+        nccl, call, (datatype, factor, op), operation = self._nccl, work.call, work.terms, None
+        start, end = (0 if array is None else array.address for array in (work.source, work.target))
+        count, root, rank = call.count * factor, call.root, self.rank
+        with self._calling(what()):
+            comm = self._comm
+            if call.reduces and op is None:
+                value = scale(call)
+                op = operation = nccl.red_op_create_pre_mul_sum(value.ctypes.data, datatype, _HOST_IMMEDIATE, comm)
+            if call.collective == "all_reduce":
+                nccl.all_reduce(start, end, count, datatype, op, comm, stream)
+            elif call.collective == "reduce":
+                nccl.reduce(start, end, count, datatype, op, root, comm, stream)
+            elif call.collective == "broadcast":
+                nccl.broadcast(start, end, count, datatype, root, comm, stream)
+            elif call.counts is None and call.collective == "reduce_scatter":
+                nccl.reduce_scatter(start, end, count, datatype, op, comm, stream)
+            elif call.counts is None and call.collective == "all_gather":
+                nccl.all_gather(start, end, count, datatype, comm, stream)
+            elif call.counts is None and call.collective == "gather":
+                nccl.gather(start, end, count, datatype, root, comm, stream)
+            elif call.counts is None and call.collective == "scatter":
+                nccl.scatter(start, end, count, datatype, root, comm, stream)
+            elif call.counts is None:
+                nccl.allto_all(start, end, count, datatype, comm, stream)
+            else:
+                with self._grouped():
+                    for block, length, at, to in _blocks(call, self.size):
+                        nbytes = call.dtype.itemsize
+                        at, to, length = start + at * nbytes, end + to * nbytes, length * factor
+                        if call.collective == "reduce_scatter":
+                            to = end if block == rank else 0
+                            nccl.reduce(at, to, length, datatype, op, block, comm, stream)
+                        elif call.collective == "all_gather":
+                            at = start if block == rank else to
+                            nccl.broadcast(at, to, length, datatype, block, comm, stream)
+                        else:
+                            self._pass(call, block, at, to, length, stream)
+        return operation
+
+    def _pass(self, call: Call, block: int, at: int, to: int, length: int, stream: int) -> None:
+        """This rank's part in bringing a block from the rank that has it to the one that wants it."""
+        terms = COLLECTIVES[call.collective]
+        assert terms.source is not None and terms.target is not None
+        source, target = (of(block, self.size, call.root) for of in (terms.source, terms.target))
+        if source == self.rank:
+            self._nccl.send(at, length, _BYTES, target, self._comm, stream)
+        if target == self.rank:
+            self._nccl.recv(to, length, _BYTES, source, self._comm, stream)
+
+    def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:
+        """Messages of GPU arrays are one group of NCCL's, in their streams; before each goes a header on the host, of
+        its type and length."""
+        outgoing, incoming = ([m for m in side if isinstance(m[0], DeviceArray)] for side in (sends, receives))
+        if any(tag for _, _, tag in (*outgoing, *incoming)):
+            raise ValueError("NCCL takes messages between two ranks in their order, and has no tags: leave tag=0")
+        self._check()
+        plain = [[m for m in side if not isinstance(m[0], DeviceArray)] for side in (sends, receives)]
+        headers: list[tuple[Any, int, int]] = []
+        if self._compares:
+            headers = [(np.zeros(2, np.int64), peer, _HEADERS) for _, peer, _ in incoming]
+            plain[0] += [(_header(array), peer, _HEADERS) for array, peer, _ in outgoing]
+            plain[1] += headers
+        if any(plain):
+            self.control.exchange(*plain)
+        for (array, peer, _), (header, _, _) in zip(incoming, headers):
+            if header.tolist() != _header(array).tolist():
+                code, count = header.tolist()
+                error = CollectiveMismatchError(
+                    f"rank {peer} sent {count} elements of {DTYPES[code].name}, and rank {self.rank} receives "
+                    f"{array.size} of {array.dtype}"
+                )
+                self._lose(error)
+                self._check()
+        if outgoing or incoming:
+            self._send(outgoing, incoming)
+
+    def _send(self, outgoing: Sequence[tuple[Any, int, int]], incoming: Sequence[tuple[Any, int, int]]) -> None:
+        driver, nccl = self.driver, self._nccl
+        to, of = ([peer for _, peer, _ in side] for side in (outgoing, incoming))
+        what = f"messages to {to} and from {of}"
+        streams = list(dict.fromkeys(array.stream for array, _, _ in (*outgoing, *incoming)))
+        with driver, self._failing():
+            captured = driver.capturing(streams[0])
+            for stream in streams:
+                if not captured and self._last_stream not in (None, stream):
+                    driver.wait(stream, self._last)
+            with self._calling(what), self._grouped():
+                for array, peer, _ in outgoing:
+                    nccl.send(array.address, array.nbytes, _BYTES, peer, self._comm, array.stream)
+                for array, peer, _ in incoming:
+                    nccl.recv(array.address, array.nbytes, _BYTES, peer, self._comm, array.stream)
+            self._settle(what)
+            if not captured:
+                driver.record(self._last, streams[0])
+                self._last_stream = streams[0]
+                self._follow(0, what, sorted({*to, *of}), streams[0])
+
+    @contextmanager
+    def _grouped(self) -> Iterator[None]:
+        """NCCL's calls inside are one."""
+        self._nccl.group_start()
+        try:
+            yield
+        finally:
+            self._nccl.group_end()
+
+    # Symmetric memory
+
+    def _share(self, nbytes: int) -> Block:
+        """Memory of NCCL's own, registered with it: what lies there is moved without a copy between."""
+        nccl, own, problem, room = self._nccl, 0, "", -(-max(nbytes, 1) // PAGE) * PAGE
+        try:
+            own = nccl.mem_alloc(room)
+            self.driver.clear(own, room)
+        except nccl.NCCLError as error:
+            problem = f"NCCL gives no {room:,} bytes: {error}"
+        problems = [answer.decode() for answer in self.control.gather_bytes(problem.encode())]
+        if any(problems):
+            if own:
+                nccl.mem_free(own)
+            raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+        with self._failing():
+            with self._calling("empty"):
+                window = nccl.comm_window_register(self._comm, own, room, _COLL_SYMMETRIC)
+            self._settle("empty")
+        return Block([own if rank == self.rank else self._seen(window, rank) for rank in range(self.size)],
+                     nbytes, handle=window)  # fmt: skip
+
+    def _seen(self, window: Any, rank: int) -> int:
+        """Where this rank's GPU sees a rank's memory; 0 where it does not, or NCCL cannot tell."""
+        try:
+            return int(self._nccl.get_peer_device_pointer(window, 0, rank)) if window else 0
+        except (self._nccl.NCCLError, RuntimeError):  # RuntimeError: an NCCL that is older than the call
+            return 0
+
+    def _give_back(self, block: Block, own: int) -> None:
+        if block.handle:
+            with self._calling("empty"):
+                self._nccl.comm_window_deregister(self._comm, block.handle)
+            self._settle("empty")
+        self.control.gather_bytes(b"")  # a peer sees this memory as long as it has the window
+        self._nccl.mem_free(own)
+
+    # Trouble
+
+    @contextmanager
+    def _calling(self, what: str) -> Iterator[None]:
+        """Around calls of NCCL: nobody else makes any, and NCCL's errors come out as this package's."""
+        with self._mutex:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                yield
+            except self._nccl.NCCLError as error:
+                raise self._explain(what, error.status) from error
+
+    def _settle(self, what: str) -> None:
+        """Wait until NCCL has done what it was asked, which may need the peers; not for what it put into streams."""
+        pause, watch, last = 1e-5, None, 0.0
+        while True:
+            with self._calling(what):
+                state = int(self._nccl.comm_get_async_error(self._comm))
+            if state == SUCCESS:
+                break
+            if state != IN_PROGRESS:
+                raise self._explain(what, state)
+            time.sleep(pause)
+            pause = min(2 * pause, 1e-3)
+            if watch is None or time.monotonic() - last > LOOK:
+                watch, last = watch or Watch(self.control, lambda: f"{what}, in NCCL"), time.monotonic()
+                watch.look([rank for rank in range(self.size) if rank != self.rank], self._standing)
+
+    def _standing(self) -> str:
+        return self._ledger.arrivals(self._ledger.begun(self.rank))
+
+    def _explain(self, what: str, state: int) -> CollectiveError:
+        """NCCL's state as an error of this package. If a peer is gone, that is found out, and it is named."""
+        with self._mutex:
+            details = "" if self._comm is None else self._nccl.get_last_error(self._comm)
+        text = f"{what}: NCCL says: {self._nccl.get_error_string(state)}" + (f" ({details})" if details else "")
+        until = time.monotonic() + (_LAST_NEWS if state in (REMOTE_ERROR, TIMEOUT) else 0)
+        watch = Watch(self.control, lambda: text)
+        try:
+            while time.monotonic() < until:
+                watch.look([rank for rank in range(self.size) if rank != self.rank], self._standing)
+                time.sleep(LOOK)
+        except CollectiveError as error:
+            return error
+        return {REMOTE_ERROR: PeerLostError, TIMEOUT: CollectiveTimeoutError}.get(state, CollectiveError)(text)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong inside ends the communicator, for all ranks."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C, too
+            self._lose(error if isinstance(error, CollectiveError) else CollectiveError(repr(error)))
+            self._raised = True
+            raise
+
+    def _lose(self, error: CollectiveError) -> None:
+        """End NCCL's communicator, and what it has in streams; tell the peers."""
+        with self._mutex:
+            if self._lost is not None:
+                return
+            self._lost = error
+            comm, self._comm = self._comm, None
+        self.control.fail(error)
+        if comm is not None:
+            abort = threading.Thread(target=self._abort, args=(comm,), name="mgpu abort", daemon=True)
+            abort.start()
+            abort.join(_FAREWELL)
+
+    def _abort(self, comm: Any) -> None:
+        try:
+            with self.driver, self._mutex:
+                self._nccl.comm_abort(comm)
+        except self._nccl.NCCLError:
+            pass  # there is nothing left to end
+
+    def _check(self) -> None:
+        if self._lost is not None and not self._raised:
+            self._raised = True
+            raise self._lost
+        self.control.check_usable()
+
+    def _follow(self, number: int, what: str, peers: Sequence[int], stream: int) -> None:
+        """Keep an eye on what has been put into a stream."""
+        event = self.driver.new_event()
+        self.driver.record(event, stream)
+        with self._mutex:
+            self._flights.append(_Flight(number, what, peers, event))
+            if len(self._flights) > _MOST_FLIGHTS:
+                self._retire()
+
+    def _retire(self) -> None:
+        """Sort out what has ended."""
+        with self.driver, self._mutex:
+            while self._flights and self.driver.done(self._flights[0].event):
+                flight = self._flights.popleft()
+                self.driver.drop_event(flight.event)
+                if flight.number:
+                    self._ledger.end(flight.number)
+
+    def _watch(self) -> None:
+        """What the guard thread does."""
+        flight, watch = None, None
+        while not self._closing.wait(LOOK):
+            try:
+                if self._lost is not None:
+                    return
+                self._retire()
+                with self._mutex:
+                    first = self._flights[0] if self._flights else None
+                    if self._compares:
+                        self._ledger.compare()
+                    state = SUCCESS if self._comm is None else int(self._nccl.comm_get_async_error(self._comm))
+                if state not in (SUCCESS, IN_PROGRESS):
+                    raise self._explain("a call" if first is None else first.what, state)
+                if first is None or watch is None or first != flight:
+                    flight = first
+                    watch = first and Watch(self.control, partial("{} on the GPU".format, first.what))
+                if first is not None and watch is not None:
+                    awaited = [
+                        rank for rank in first.peers
+                        if rank != self.rank and not (0 < first.number <= self._ledger.ended(rank))
+                    ]  # fmt: skip
+                    watch.look(awaited, partial(self._ledger.arrivals, first.number))
+            except CollectiveError as error:
+                self._lose(error)
+            except self._nccl.NCCLError as error:
+                self._lose(self._explain("a call", error.status))
+
+    # Families and endings
+
+    def split(self, color: int | None, key: int) -> Nccl | None:
+        self._finish()
+        child = self.control.split(color, key)
+        first = _NO_COLOR if child is None else self.control.members.index(child.members[0])
+        with self.driver, self._failing():
+            with self._calling("split"):
+                comm = self._nccl.comm_split(self._comm, first, 0 if child is None else child.rank, 0)
+            self._settle("split")
+        if child is None:
+            return None
+        engine = Nccl(child, self.driver, self._nccl, comm)
+        self._children.add(engine)
+        return engine
+
+    def abort(self, reason: str) -> None:
+        self._lose(CollectiveError(reason))
+
+    def disown(self, reason: str) -> None:
+        self.control.disown(reason)
+        self._closed = True
+        self._closing.set()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for child in list(self._children):
+            child.close()
+        self._closed = True
+        try:
+            self._finish()
+        except CollectiveError:
+            pass  # it was raised before
+        self._closing.set()
+        self._guard.join()
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            self._take_leave(comm)
+        self.control.close()
+
+    def _take_leave(self, comm: Any) -> None:
+        """End NCCL's communicator together with the peers, or alone if they do not come."""
+        nccl, deadline = self._nccl, time.monotonic() + _FAREWELL
+        try:
+            with self.driver:
+                nccl.comm_finalize(comm)
+                while (state := int(nccl.comm_get_async_error(comm))) == IN_PROGRESS and time.monotonic() < deadline:
+                    time.sleep(1e-3)
+                end = nccl.comm_destroy if state == SUCCESS else nccl.comm_abort
+                end(comm)
+        except nccl.NCCLError:
+            self._abort(comm)
+
+
+def told(version: int) -> str:
+    """NCCL's number for a version as people write it: 22803 is 2.28.3."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+@lru_cache(maxsize=1024)
+def _blocks(call: Call, size: int) -> list[tuple[int, int, int, int]]:
+    """(block, elements, where it begins in the source, and in the target) of the blocks of a call with counts that are
+    not empty."""
+    contract = Contract(call.collective, size, call.root)
+    layout: Geometry = geometry(contract, np.reshape(call.counts or (), contract.shape), call.dtype.itemsize)
+    rows = zip(*(column.tolist() for column in layout))
+    return [(block, length, at, to) for block, (length, at, to) in enumerate(rows) if length]
+
+
+def _real(dtype: DType) -> DType:
+    """The type of a complex type's parts; else the type itself."""
+    return find({"complex64": "float32", "complex128": "float64"}.get(dtype.name, dtype.name))
+
+
+def _header(array: DeviceArray) -> np.ndarray[Any, Any]:
+    return np.array([find(array.dtype).code, array.size], np.int64)
