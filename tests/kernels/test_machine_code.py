@@ -62,5 +62,6 @@ def test_no_kernel_spills_and_blocks_fit(capsys: pytest.CaptureFixture[str]) -> 
     assert len(rows) > 15
     for row in rows:
         for cell in row.strip("| ").split(" | ")[1:]:
-            registers, spilled, _ = cell.split(", ")
+            registers, spilled, wide = cell.split(", ")
             assert int(registers) <= 128 and spilled == "0", row
+            assert row.startswith("| quantize") or "0" not in wide.split("/"), row
