@@ -139,8 +139,10 @@ def _gpu(device: int | None, backend: str, control: Shm) -> Backend:
 
     driver = Driver(control.rank % max(devices(), 1) if device is None else device)
     if backend == "nccl":
-        from nccl.bindings import nccl
-
+        try:
+            from nccl.bindings import nccl
+        except ImportError as error:
+            raise ImportError(f"backend='nccl' needs nccl4py: pip install 'mgpu-core[cuda12]' ({error})") from error
         from collectives.backends.nccl import Nccl
 
         return Nccl(control, driver, nccl)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import collectives
+from collectives.doctor import gpus
 from collectives.doctor.finding import Finding
 
 RANKS = 2
@@ -23,6 +24,8 @@ def examine() -> list[Finding]:
     found = [shm()]
     if importlib.util.find_spec("numba_cuda") is not None:
         found.append(simulator())
+    if gpus.devices().facts["count"] >= RANKS and importlib.util.find_spec("nccl") is not None:
+        found.append(nccl())
     return found
 
 
@@ -41,6 +44,15 @@ def shm() -> Finding:
         advice = "milliseconds where microseconds are due: the ranks share a core, or the machine is busy"
         return Finding("backend shm", what, advice, facts=facts)
     return Finding("backend shm", what, facts=facts)
+
+
+def nccl() -> Finding:
+    """Two GPUs joined by NCCL: right or wrong, and no times."""
+    try:
+        collectives.spawn(_reduce_on_gpus, RANKS, backend="nccl", timeout=_PATIENCE)
+    except Exception as error:
+        return Finding("backend nccl", f"two ranks fail: {type(error).__name__}: {error}", _REMEDY, True)
+    return Finding("backend nccl", "works: two GPUs all-reduce through NCCL")
 
 
 def simulator() -> Finding:
@@ -69,6 +81,15 @@ def _measure(comm: Any) -> list[float]:
         medians.append(statistics.median(samples))
     _reduce_once(comm)
     return medians
+
+
+def _reduce_on_gpus(comm: Any) -> None:
+    import cupy
+
+    x = cupy.full(5, comm.rank + 1, np.int64)
+    comm.all_reduce(x, out=x)
+    if cupy.asnumpy(x).tolist() != [3] * 5:
+        raise ArithmeticError(f"all_reduce gave {cupy.asnumpy(x).tolist()}, expected threes")
 
 
 def _reduce_once(comm: Any) -> None:
