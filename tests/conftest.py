@@ -1,5 +1,6 @@
 """Rules for every test: few threads, no leftovers, no luck with timing."""
 
+import compileall
 import os
 import signal
 import sys
@@ -24,6 +25,13 @@ hypothesis.settings.register_profile("mgpu", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("mgpu")
 
 from crew import Crews  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hundreds of ranks import the packages: compiled once, also where PYTHONDONTWRITEBYTECODE has each do it anew."""
+    if sys.dont_write_bytecode and not hasattr(config, "workerinput"):
+        for package in ("kernels", "collectives", "mgpu_core", "bench"):
+            compileall.compile_dir(config.rootpath / package, quiet=2)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crew import Crews
 from leftovers import descriptors, symmetric_maps
 from survivors import SOON, Outcome, die, now_it_happens, outcomes, stop
 
@@ -31,6 +32,17 @@ from collectives import (
 from kernels import native
 
 pytestmark = pytest.mark.usefixtures("nothing_shared_left")
+
+
+def greet(comm: Communicator) -> int:
+    return comm.rank
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started(crew: Crews) -> None:
+    """Ranks for the tests that nobody dies in: here before descriptors are counted."""
+    for size in (2, 3):
+        assert crew(greet, size) == list(range(size))
 
 
 def lost(found: dict[int, Outcome], size: int, dead: int) -> None:
@@ -335,19 +347,19 @@ def disagrees(comm: Communicator) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_disagreement_is_an_error_on_every_rank(size: int) -> None:
-    assert collectives.spawn(disagrees, size) == [[]] * size
+def test_disagreement_is_an_error_on_every_rank(crew: Crews, size: int) -> None:
+    assert crew(disagrees, size) == [[]] * size
 
 
 def writes_nothing(comm: Communicator) -> list[float]:
     x, out = np.ones(4), np.full(4, -7.0)
-    with pytest.raises(CollectiveMismatchError):
-        comm.all_reduce(x, "sum" if comm.rank else "max", out=out)
+    with comm.split(0) as child, pytest.raises(CollectiveMismatchError):  # type: ignore[union-attr]
+        child.all_reduce(x, "sum" if comm.rank else "max", out=out)
     return [*x.tolist(), *out.tolist()]
 
 
-def test_disagreement_writes_nothing() -> None:
-    assert collectives.spawn(writes_nothing, 2) == [[1.0] * 4 + [-7.0] * 4] * 2
+def test_disagreement_writes_nothing(crew: Crews) -> None:
+    assert crew(writes_nothing, 2) == [[1.0] * 4 + [-7.0] * 4] * 2
 
 
 # Giving up
@@ -366,9 +378,9 @@ def raises_in_with(comm: Communicator) -> str:
     return "nothing"
 
 
-def test_an_exception_inside_with_reaches_the_others() -> None:
+def test_an_exception_inside_with_reaches_the_others(crew: Crews) -> None:
     others = "all_reduce(float64, count 3, sum): rank 1 gave up: KeyError: 'no such thing'"
-    first, second, third = collectives.spawn(raises_in_with, 3)
+    first, second, third = crew(raises_in_with, 3)
     assert second == "mine"
     assert first.endswith("rank 1 gave up: KeyError: 'no such thing'"), first
     assert third.endswith("rank 1 gave up: KeyError: 'no such thing'"), third
@@ -392,26 +404,27 @@ def aborts(comm: Communicator) -> list[str]:
     return told
 
 
-def test_abort_ends_everybodys_calls() -> None:
-    for told in collectives.spawn(aborts, 3):
+def test_abort_ends_everybodys_calls(crew: Crews) -> None:
+    for told in crew(aborts, 3):
         assert len(told) == 3
         assert all("had enough" in text for text in told)
 
 
 def aborts_from_another_thread(comm: Communicator) -> str:
-    if comm.rank == 1:
-        time.sleep(0.5)
-        return ""
-    threading.Timer(0.1, comm.abort, ["stuck"]).start()
-    try:
-        comm.barrier()
-    except CollectiveError as error:
-        return str(error)
+    with comm.split(0) as child:  # type: ignore[union-attr]
+        if comm.rank == 1:
+            time.sleep(0.5)
+            return ""
+        threading.Timer(0.1, child.abort, ["stuck"]).start()
+        try:
+            child.barrier()
+        except CollectiveError as error:
+            return str(error)
     return "nothing"
 
 
-def test_abort_from_another_thread_ends_a_blocked_call() -> None:
-    assert "stuck" in collectives.spawn(aborts_from_another_thread, 2)[0]
+def test_abort_from_another_thread_ends_a_blocked_call(crew: Crews) -> None:
+    assert "stuck" in crew(aborts_from_another_thread, 2)[0]
 
 
 def closes_early(comm: Communicator) -> list[str]:
@@ -437,8 +450,8 @@ def closes_early(comm: Communicator) -> list[str]:
     return told
 
 
-def test_close_by_one_rank() -> None:
-    first, *others = collectives.spawn(closes_early, 3)
+def test_close_by_one_rank(crew: Crews) -> None:
+    first, *others = crew(closes_early, 3)
     assert first == ["CollectiveError: this communicator is closed"] * 7
     for told in others:
         assert told[0].startswith("PeerLostError: all_reduce(float64, count 2, sum): rank ")
@@ -449,13 +462,13 @@ def test_close_by_one_rank() -> None:
 def leaves_after_the_last_call(comm: Communicator, size: int) -> bool:
     """A rank whose part in a call is over may leave at once; that is no loss for the others, still at it."""
     data = np.ones(size, np.float32) if comm.rank == 0 else np.empty(size, np.float32)
-    comm.broadcast(data, algorithm="chain")
-    comm.close()
+    with comm.split(0) as child:  # type: ignore[union-attr]
+        child.broadcast(data, algorithm="chain")
     return bool((data == 1).all())
 
 
-def test_leaving_after_ones_part_is_no_loss() -> None:
-    assert all(collectives.spawn(leaves_after_the_last_call, 4, (20_000_003,)))
+def test_leaving_after_ones_part_is_no_loss(crew: Crews) -> None:
+    assert all(crew(leaves_after_the_last_call, 3, (20_000_003,)))
 
 
 def closes_the_world(comm: Communicator) -> list[str]:
@@ -484,6 +497,11 @@ def test_closing_the_world_closes_what_was_split_from_it() -> None:
 
 def is_interrupted(comm: Communicator, after: float, where: str) -> str:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    with comm.split(0) as child:  # type: ignore[union-attr]
+        return waits_for_an_interruption(child, after, where)
+
+
+def waits_for_an_interruption(comm: Communicator, after: float, where: str) -> str:
     comm.barrier()
     if comm.rank == 0:
         threading.Timer(after, os.kill, [os.getpid(), signal.SIGINT]).start()
@@ -513,9 +531,9 @@ def is_interrupted(comm: Communicator, after: float, where: str) -> str:
 
 
 @pytest.mark.parametrize(("where", "after"), [("call", 0.02), ("call", 0.3), ("recv", 0.3), ("wait", 0.2)])
-def test_ctrl_c_in_a_blocked_call(where: str, after: float) -> None:
+def test_ctrl_c_in_a_blocked_call(crew: Crews, where: str, after: float) -> None:
     """It is heard within moments; the communicator is of no further use then, and the others are told."""
-    first, second = collectives.spawn(is_interrupted, 2, (after, where))
+    first, second = crew(is_interrupted, 2, (after, where))
     assert first.startswith("interrupted, True"), first
     if "the ranks disagree" in first:  # it came before the call had begun
         assert "the ranks disagree" in second
@@ -541,8 +559,8 @@ def forks(comm: Communicator) -> list[str]:
     return [told, str(comm.all_reduce(np.ones(3)).tolist())]
 
 
-def test_a_forked_child_may_not_go_on_as_the_rank() -> None:
-    for told, result in collectives.spawn(forks, 2):
+def test_a_forked_child_may_not_go_on_as_the_rank(crew: Crews) -> None:
+    for told, result in crew(forks, 2):
         assert told.startswith("CollectiveError") and "was forked from a rank" in told
         assert result == "[2.0, 2.0, 2.0]"
 
@@ -745,5 +763,5 @@ def opens_and_closes(comm: Communicator, address: str) -> list[int]:
     return [count for count in counts if count != counts[0]]
 
 
-def test_close_gives_everything_back(tmp_path: Path) -> None:
-    assert collectives.spawn(opens_and_closes, 3, (f"unix:{tmp_path}",)) == [[], [], []]
+def test_close_gives_everything_back(crew: Crews, tmp_path: Path) -> None:
+    assert crew(opens_and_closes, 3, (f"unix:{tmp_path}",)) == [[], [], []]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crew import Crews
 from expected import exact_data, same_bits
 from survivors import SOON
 
-import collectives
 from collectives import CollectiveError, CollectiveMismatchError, Communicator
 from collectives.stream import EAGER_BYTES, SLOT_BYTES
 from kernels.dtypes import DTYPES
@@ -57,8 +57,8 @@ def every_size_and_dtype(comm: Communicator) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_size_and_dtype(size: int) -> None:
-    assert collectives.spawn(every_size_and_dtype, size) == [[]] * size
+def test_every_size_and_dtype(crew: Crews, size: int) -> None:
+    assert crew(every_size_and_dtype, size) == [[]] * size
 
 
 def in_shapes(comm: Communicator) -> list[str]:
@@ -94,8 +94,8 @@ def in_shapes(comm: Communicator) -> list[str]:
     return told
 
 
-def test_shapes_and_layouts() -> None:
-    assert collectives.spawn(in_shapes, 2) == [[], []]
+def test_shapes_and_layouts(crew: Crews) -> None:
+    assert crew(in_shapes, 2) == [[], []]
 
 
 def with_tags(comm: Communicator) -> list[float]:
@@ -109,8 +109,8 @@ def with_tags(comm: Communicator) -> list[float]:
     return [float(comm.recv(out, 0, tag=tag)[999]) for tag in (2**40, 0, 5, 3, 5, -1, 5)]
 
 
-def test_tags_out_of_order() -> None:
-    assert collectives.spawn(with_tags, 2)[1] == [2.0**40, 0.0, 5.0, 3.0, 5.0, -1.0, 55.0]
+def test_tags_out_of_order(crew: Crews) -> None:
+    assert crew(with_tags, 2)[1] == [2.0**40, 0.0, 5.0, 3.0, 5.0, -1.0, 55.0]
 
 
 def eagerly(comm: Communicator, sizes: list[int]) -> str:
@@ -139,9 +139,9 @@ def the_eager_limit(comm: Communicator) -> list[Any]:
     return [[eagerly(comm, sizes) for sizes in case] for case in (within, beyond)]
 
 
-def test_the_eager_limit() -> None:
+def test_the_eager_limit(crew: Crews) -> None:
     """It is exact, in bytes: 512 KiB for a receiver's unreceived messages, of which each header takes 64."""
-    for within, beyond in collectives.spawn(the_eager_limit, 2):
+    for within, beyond in crew(the_eager_limit, 2):
         assert within == [""] * len(within)
         assert all("rank 0 is in a send to rank 1, rank 1 is in a wait_signal from rank 0" in told
                    or "rank 1 is in a wait_signal from rank 0, rank 0 is in a send to rank 1" in told
@@ -161,8 +161,8 @@ def many_unreceived(comm: Communicator) -> bool:
     return odd == list(range(1, 300, 2)) and even == list(range(0, 300, 2))
 
 
-def test_many_unreceived_messages() -> None:
-    assert collectives.spawn(many_unreceived, 2) == [True, True]
+def test_many_unreceived_messages(crew: Crews) -> None:
+    assert crew(many_unreceived, 2) == [True, True]
 
 
 def to_oneself(comm: Communicator) -> list[Any]:
@@ -180,8 +180,8 @@ def to_oneself(comm: Communicator) -> list[Any]:
     return [first.tolist(), second.tolist(), both.tolist()]
 
 
-def test_to_oneself() -> None:
-    assert collectives.spawn(to_oneself, 2) == [[[0.0, 1.0, 2.0], [-1.0, -1.0, -1.0], [7.0, 8.0]]] * 2
+def test_to_oneself(crew: Crews) -> None:
+    assert crew(to_oneself, 2) == [[[0.0, 1.0, 2.0], [-1.0, -1.0, -1.0], [7.0, 8.0]]] * 2
 
 
 def in_groups(comm: Communicator, seed: int) -> list[str]:
@@ -207,8 +207,8 @@ def in_groups(comm: Communicator, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_groups_in_any_order(size: int) -> None:
-    assert collectives.spawn(in_groups, size, (size,)) == [[]] * size
+def test_groups_in_any_order(crew: Crews, size: int) -> None:
+    assert crew(in_groups, size, (size,)) == [[]] * size
 
 
 def around_a_ring(comm: Communicator) -> float:
@@ -222,8 +222,8 @@ def around_a_ring(comm: Communicator) -> float:
     return float(x[-1])
 
 
-def test_large_messages_around_a_ring() -> None:
-    assert collectives.spawn(around_a_ring, 3) == [0.0, 1.0, 2.0]
+def test_large_messages_around_a_ring(crew: Crews) -> None:
+    assert crew(around_a_ring, 3) == [0.0, 1.0, 2.0]
 
 
 def misused(comm: Communicator) -> list[str]:
@@ -256,8 +256,8 @@ def misused(comm: Communicator) -> list[str]:
     return told
 
 
-def test_misuse() -> None:
-    (told,) = collectives.spawn(misused, 1)
+def test_misuse(crew: Crews) -> None:
+    (told,) = crew(misused, 1)
     assert told[0] == "rank 5 does not exist; this communicator has ranks 0 to 0"
     assert told[1] == "rank -1 does not exist; this communicator has ranks 0 to 0"
     assert "x is a list; expected an array" in told[2]
@@ -267,20 +267,21 @@ def test_misuse() -> None:
 
 
 def unlike(comm: Communicator, what: str) -> str:
-    try:
-        if comm.rank == 0:
-            comm.send(np.ones(4, np.float32 if what == "dtype" else np.float64), 1)
-        else:
-            comm.recv(np.empty(5 if what == "count" else 4), 0)
-        comm.barrier()
-    except CollectiveMismatchError as error:
-        return str(error)
+    with comm.split(0) as child:  # type: ignore[union-attr]
+        try:
+            if child.rank == 0:
+                child.send(np.ones(4, np.float32 if what == "dtype" else np.float64), 1)
+            else:
+                child.recv(np.empty(5 if what == "count" else 4), 0)
+            child.barrier()
+        except CollectiveMismatchError as error:
+            return str(error)
     return "no error"
 
 
 @pytest.mark.parametrize("what", ["count", "dtype"])
-def test_messages_unlike_what_is_expected(what: str) -> None:
-    for told in collectives.spawn(unlike, 2, (what,)):
+def test_messages_unlike_what_is_expected(crew: Crews, what: str) -> None:
+    for told in crew(unlike, 2, (what,)):
         assert "rank 0 sent 4 elements of float" in told and "receives them into" in told
 
 
@@ -331,8 +332,8 @@ def circles(comm: Communicator) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_wait_for_each_other(size: int) -> None:
-    for found in collectives.spawn(circles, size):
+def test_ranks_that_wait_for_each_other(crew: Crews, size: int) -> None:
+    for found in crew(circles, size):
         for kind, (told, seconds) in zip(CIRCLES, found):
             assert told.startswith("CollectiveMismatchError"), told
             assert "wait for each other in a circle" in told
@@ -365,5 +366,5 @@ def innocent(comm: Communicator) -> float:
     return total
 
 
-def test_waiting_long_is_no_circle() -> None:
-    assert collectives.spawn(innocent, 2) == [4.0, 4.0]
+def test_waiting_long_is_no_circle(crew: Crews) -> None:
+    assert crew(innocent, 2) == [4.0, 4.0]

@@ -6,7 +6,6 @@ import itertools
 import numpy as np
 import pytest
 
-import collectives
 from mgpu_core import nn, optim, random
 from mgpu_core.data.sampler import part
 from mgpu_core.nn import functional as F
@@ -95,8 +94,8 @@ def sums(comm):
         return [int(along.all_reduce(rank)[0]) for along in (mesh.tensor, mesh.data, line.pipeline)]
 
 
-def test_real_ranks_talk_along_the_axes():
-    assert collectives.spawn(sums, 4) == [[1, 2, 6], [1, 4, 6], [5, 2, 6], [5, 4, 6]]
+def test_real_ranks_talk_along_the_axes(crew):
+    assert crew(sums, 4) == [[1, 2, 6], [1, 4, 6], [5, 2, 6], [5, 4, 6]]
 
 
 # Hybrid training
@@ -190,10 +189,10 @@ def train_on_grids(comm, steps):
     return found
 
 
-def follow_one_process(size, steps):
+def follow_one_process(spawn, size, steps):
     reference = alone(np.float32, steps)
     permuted = max(distance(alone(np.float32, steps, order), reference) for order in (100, 200, 300))
-    for cases in zip(*collectives.spawn(train_on_grids, size, (steps,)), strict=True):
+    for cases in zip(*spawn(train_on_grids, size, (steps,)), strict=True):
         (grid, *_), *_ = cases
         exact, rough = (joined([case[kind] for case in cases]) for kind in (1, 2))
         assert distance(exact, alone(np.float64, steps)) < 1e-10, grid
@@ -203,12 +202,12 @@ def follow_one_process(size, steps):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_training_on_any_grid_follows_one_process(size):
+def test_training_on_any_grid_follows_one_process(crew, size):
     """Losses, gradient norms and parameters, with dropout and clipping, and with sequence parallelism too."""
-    follow_one_process(size, 6)
+    follow_one_process(crew, size, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_training_on_any_grid_follows_one_process_for_50_steps(size):
-    follow_one_process(size, 50)
+def test_training_on_any_grid_follows_one_process_for_50_steps(crew, size):
+    follow_one_process(crew, size, 50)

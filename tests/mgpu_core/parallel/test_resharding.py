@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 
-import collectives
 from mgpu_core import checkpoint, nn, optim, random
 from mgpu_core.nn import functional as F
 from mgpu_core.parallel import DataParallel, Mesh, Placement, Sharded
@@ -18,7 +17,7 @@ from mgpu_core.tensor import Tensor
 RNG = np.random.default_rng(0)
 LABELS = RNG.integers(0, 3, 90)
 INPUTS = RNG.standard_normal((90, 7)) + LABELS[:, None]
-STEPS = 4  # before the checkpoint, and after
+STEPS = 3  # before the checkpoint, and after
 
 
 def network():
@@ -80,23 +79,29 @@ def go_on(comm, paths, stage):
     return found
 
 
-def test_saved_by_any_loaded_by_any(tmp_path):
-    paths = {
-        (size, stage): str(tmp_path / f"{size}-{stage}") for size, stage in [(1, 0), (2, 0), (4, 3), (3, 2), (2, 1)]
-    }
+FEW = [(1, 0), (2, 1), (3, 3)], [(1, 0), (2, 3), (3, 2)]
+MANY = [(1, 0), (2, 0), (4, 3), (3, 2), (2, 1)], [(1, 0), (2, 3), (3, 1), (4, 2)]
+
+
+@pytest.mark.parametrize(
+    "saved, loaded", [pytest.param(*FEW, id="few"), pytest.param(*MANY, id="many", marks=pytest.mark.slow)]
+)
+def test_saved_by_any_loaded_by_any(crew, tmp_path, saved, loaded):
+    """So many ranks, sharded so far."""
+    paths = {(size, stage): str(tmp_path / f"{size}-{stage}") for size, stage in saved}
     expected = begin(None, paths[1, 0], 0)
     for (size, stage), path in paths.items():
         if size > 1:
-            for losses in collectives.spawn(begin, size, (path, stage)):
+            for losses in crew(begin, size, (path, stage)):
                 np.testing.assert_allclose(losses, expected, rtol=1e-10)
     everything = [checkpoint.load(path) for path in paths.values()]
     for tensors, meta in everything:
         assert meta == {"step": STEPS} and tensors.keys() == everything[0][0].keys()
         for name, array in tensors.items():
             np.testing.assert_allclose(array, everything[0][0][name], rtol=1e-9, atol=1e-12, err_msg=name)
-    for size, stage in [(1, 0), (2, 3), (3, 1)]:
+    for size, stage in loaded:
         arguments = list(paths.values()), stage
-        ranks = [go_on(None, *arguments)] if size == 1 else collectives.spawn(go_on, size, arguments)
+        ranks = [go_on(None, *arguments)] if size == 1 else crew(go_on, size, arguments)
         for found in ranks:
             for losses in found:
                 np.testing.assert_allclose(losses, expected, rtol=1e-10)
@@ -125,9 +130,9 @@ def tensor_parallel(comm, path, mesh_shape):
         return all(np.array_equal(p.data, before[name]) for name, p in model.named_parameters())
 
 
-def test_a_mesh_of_two_by_two_saves_whole_tensors(tmp_path):
+def test_a_mesh_of_two_by_two_saves_whole_tensors(crew, tmp_path):
     path = str(tmp_path / "c")
-    assert collectives.spawn(tensor_parallel, 4, (path, {"data": 2, "tensor": 2})) == [True] * 4
+    assert crew(tensor_parallel, 4, (path, {"data": 2, "tensor": 2})) == [True] * 4
     tensors, _ = checkpoint.load(path)
     np.testing.assert_array_equal(tensors["model.weight"], np.arange(60.0).reshape(5, 12))
     np.testing.assert_array_equal(tensors["model.bias"], np.arange(7.0))
@@ -157,8 +162,8 @@ def disagree(comm, path):
     return messages
 
 
-def test_every_rank_hears_of_what_went_wrong(tmp_path):
-    first, second = collectives.spawn(disagree, 2, (str(tmp_path / "c"),))
+def test_every_rank_hears_of_what_went_wrong(crew, tmp_path):
+    first, second = crew(disagree, 2, (str(tmp_path / "c"),))
     assert first == second
     assert "3 elements of x, of shape (4,)" in first[0] and "(4,) on rank 1" in first[1]
     assert "was not written" in first[2]
@@ -181,7 +186,7 @@ with collectives.init() as comm:
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.007, 0.021])
+@pytest.mark.parametrize("delay", [0.007, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.0, 0.021))])
 def test_ranks_killed_while_it_is_written_leave_the_previous_one_whole(tmp_path, delay):
     path = tmp_path / "c"
     (tmp_path / "script.py").write_text(WRITER)

@@ -58,7 +58,7 @@ class Network(nn.Module):
         return self.last(x) * self.scale
 
 
-def train(mesh, stage, dtype, optimizer, *, steps=10, batch=16, pieces=1, clip=None, order=None, **options):
+def train(mesh, stage, dtype, optimizer, *, steps=6, batch=28, pieces=1, clip=None, order=None, **options):
     """Losses, the parameters and buffers, the optimiser's state, and the bytes that were held."""
     comm = mesh.data
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
@@ -106,9 +106,9 @@ def distance(one, other):
 
 
 def cases(size):
-    """(stage, dtype, optimizer, option) for so many ranks: every stage with everything on two, a part on more."""
+    """(stage, dtype, optimizer, option) for so many ranks: every stage with every option on two, a part on more."""
     for stage in STAGES:
-        yield from ((stage, "float64", optimizer, "plain") for optimizer in OPTIMIZERS if size + stage == 5)
+        yield from ((stage, "float64", optimizer, "plain") for optimizer in OPTIMIZERS if (size == 2) == (stage == 3))
         yield from ((stage, "float64", "lars", option) for option in OPTIONS if size == 2 or option == "uneven")
         yield stage, "float32", "momentum", "plain"
 
@@ -130,6 +130,10 @@ def every_scenario(comm):
     return {function.__name__: function(comm) for function in SCENARIOS}
 
 
+SIZES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+STEPS = {2: 6, 3: 6, 4: 50}
+
+
 @functools.cache
 def results(size):
     by_rank = collectives.spawn(every_scenario, size)
@@ -137,7 +141,7 @@ def results(size):
 
 
 @functools.cache
-def alone(dtype, optimizer, option, order=None, steps=10):
+def alone(dtype, optimizer, option, order=None, steps=6):
     return train(Mesh(None), 1, dtype, optimizer, order=order, steps=steps, **no_recomputation(option))
 
 
@@ -145,20 +149,24 @@ def alone(dtype, optimizer, option, order=None, steps=10):
 def trained(comm):
     with Mesh(comm, data=-1) as mesh:
         return {
-            (stage, dtype, optimizer, option): train(mesh, stage, dtype, optimizer, **OPTIONS[option])
+            (stage, dtype, optimizer, option): train(
+                mesh, stage, dtype, optimizer, steps=STEPS[comm.size], **OPTIONS[option]
+            )
             for stage, dtype, optimizer, option in cases(comm.size)
         }
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_every_stage_optimiser_and_option_follows_one_process(size):
+    steps = STEPS[size]
     for rank, done in enumerate(results(size)["trained"]):
         for (stage, dtype, optimizer, option), result in done.items():
-            reference = alone(dtype, optimizer, option)
+            reference = alone(dtype, optimizer, option, steps=steps)
             if dtype == "float64":
                 assert distance(result, reference) < 1e-10, (rank, stage, optimizer, option)
             else:
-                permuted = max(distance(alone(dtype, optimizer, option, order), reference) for order in (10, 20, 30))
+                others = [alone(dtype, optimizer, option, order, steps) for order in (10, 20, 30)]
+                permuted = max(distance(other, reference) for other in others)
                 assert distance(result, reference) <= 3 * permuted, (rank, stage, optimizer, option)
             spare = [f"spare.1.{name}" for name in ("weight", "bias")]
             assert result[2] == (spare if option == "unused" else []), (rank, stage, option)
@@ -191,7 +199,7 @@ def memory(comm):
         return found
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", SIZES)
 def test_memory_is_what_the_paper_says(size):
     whole, unit = 8 * 65 * 64 * 8, 65 * 64 * 8
     slack = 1.03  # cache lines, and a few elements that make no two units equally long
