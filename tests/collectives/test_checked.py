@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from crew import Crews
 from expected import Case
 from test_end_to_end import COLLECTIVES, forms, run_all
 
-import collectives
 from collectives import CollectiveError, Communicator
 
 
@@ -18,14 +18,14 @@ def debugging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_DEBUG_RESULTS", "1")
 
 
-def test_results_are_what_they_are_without_it() -> None:
+def test_results_are_what_they_are_without_it(crew: Crews) -> None:
     cases = [
         Case(collective, dtype, rows=rows, form=form, memory=memory)
         for collective in COLLECTIVES
         for form in forms(collective)
         for dtype, rows, memory in (("float32", 13, "ordinary"), ("bfloat16", 0, "mixed"), ("int32", 999, "symmetric"))
     ]
-    assert sum(collectives.spawn(run_all, 3, (cases,)), []) == []
+    assert sum(crew(run_all, 3, (cases,)), []) == []
 
 
 def with_nan(comm: Communicator) -> list[str]:
@@ -55,8 +55,8 @@ def with_nan(comm: Communicator) -> list[str]:
     return told
 
 
-def test_nan() -> None:
-    for told in collectives.spawn(with_nan, 3):
+def test_nan(crew: Crews) -> None:
+    for told in crew(with_nan, 3):
         assert told[0] == told[1] == told[5] == "all_reduce(float64, count 2, sum): rank 1 brought a NaN"
         assert told[2] == (
             "all_reduce(float64, count 1, sum): rank 0, 1, 2 has a NaN in its result, and nobody brought one"
@@ -101,13 +101,14 @@ def nan_in_every_collective(comm: Communicator) -> list[str]:
     return told
 
 
-def test_nan_in_every_collective() -> None:
-    assert collectives.spawn(nan_in_every_collective, 3) == [[]] * 3
+def test_nan_in_every_collective(crew: Crews) -> None:
+    assert crew(nan_in_every_collective, 3) == [[]] * 3
 
 
 def with_another_result(comm: Communicator, collective: str, x: Any, asynchronous: bool) -> str:
     """As if rank 2's memory were bad."""
-    backend: Any = comm._backend
+    child: Any = comm.split(0)
+    backend = child._backend
     inner = backend._inner.run
 
     def run(call: Any, source: Any, target: Any) -> None:
@@ -117,12 +118,14 @@ def with_another_result(comm: Communicator, collective: str, x: Any, asynchronou
 
     backend._inner.run = run
     try:
-        result = getattr(comm, collective)(x, async_op=asynchronous)
+        result = getattr(child, collective)(x, async_op=asynchronous)
         if asynchronous:
             result.wait()
         return "nothing"
     except CollectiveError as error:
         return str(error)
+    finally:
+        child.close()
 
 
 @pytest.mark.parametrize(
@@ -134,8 +137,8 @@ def with_another_result(comm: Communicator, collective: str, x: Any, asynchronou
         ("all_gather", np.ones(4), False),
     ],
 )
-def test_results_that_differ(collective: str, x: Any, asynchronous: bool) -> None:
-    for told in collectives.spawn(with_another_result, 3, (collective, x, asynchronous)):
+def test_results_that_differ(crew: Crews, collective: str, x: Any, asynchronous: bool) -> None:
+    for told in crew(with_another_result, 3, (collective, x, asynchronous)):
         assert told.startswith(f"{collective}(float64, count 4")
         assert "the results differ between ranks; their hashes: rank 0 " in told
         assert "rank 2 " in told

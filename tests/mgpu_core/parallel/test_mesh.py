@@ -178,20 +178,25 @@ def distance(one, other):
     return max(float(np.max(abs(one[key].astype(float) - other[key])) / np.max(abs(other[key]))) for key in other)
 
 
+def rough_steps(steps):
+    """Fewer tell nothing of how rounding adds up."""
+    return max(steps, 6)
+
+
 def train_on_grids(comm, steps):
     found = []
     for grid in GRIDS[comm.size]:
         with Mesh(comm, **grid) as mesh:
             for sequence_parallel in (False, True)[: mesh.shape["tensor"]]:
                 exact = train(mesh, np.float64, steps, sequence_parallel=sequence_parallel)
-                rough = train(mesh, np.float32, steps, sequence_parallel=sequence_parallel)
+                rough = train(mesh, np.float32, rough_steps(steps), sequence_parallel=sequence_parallel)
                 found.append((f"{grid}, sequence parallel: {sequence_parallel}", exact, rough))
     return found
 
 
 def follow_one_process(spawn, size, steps):
-    reference = alone(np.float32, steps)
-    permuted = max(distance(alone(np.float32, steps, order), reference) for order in (100, 200, 300))
+    reference = alone(np.float32, rough_steps(steps))
+    permuted = max(distance(alone(np.float32, rough_steps(steps), order), reference) for order in (100, 200, 300))
     for cases in zip(*spawn(train_on_grids, size, (steps,)), strict=True):
         (grid, *_), *_ = cases
         exact, rough = (joined([case[kind] for case in cases]) for kind in (1, 2))
