@@ -83,12 +83,12 @@ def check(spawn: Any, size: int, cases: Sequence[Case], pool_bytes: int = 1 << 2
     assert not wrong, "\n".join(wrong[:20])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), 5])
 def test_combinations(crew: Crews, size: int) -> None:
     check(crew, size, list(combinations(size, FEW_DTYPES, rounds=8)))
 
 
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5))])
 def test_messages_longer_than_all_of_scratch(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a small scratch: several rounds through its slots, from one call straight into the next."""
     monkeypatch.setenv("MGPU_SCRATCH", "16K")

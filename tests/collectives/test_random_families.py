@@ -86,7 +86,7 @@ def random_case(size: int, draw: random.Random) -> Case:
         width=draw.choice([1, 1, 3]),
         root=draw.randrange(size) if collective in ROOTED else 0,
         counts=uneven(collective, size, draw) if collective in UNEVEN and draw.random() < 0.5 else None,
-        algorithm=draw.choice(algorithms(collective)) if draw.random() < NAMED else None,
+        algorithm=draw.choice([*algorithms(collective)]) if draw.random() < NAMED else None,
         form=draw.choice(forms(collective)),
         memory=draw.choice(MEMORIES),
     )
