@@ -175,12 +175,12 @@ DEATHS = [
     (dies_before_it_counts, 2, 1),
     (dies_while_others_wait, 3, 2),
     (dies_before_others_call, 3, 0),
-    (dies_in_asynchronous_calls, 3, 1),
+    (dies_in_asynchronous_calls, 2, 1),
     (dies_before_it_sends, 3, 1),
     (dies_in_the_middle_of_a_message, 3, 1),
     (dies_before_it_receives, 2, 1),
-    (dies_in_compilation, 3, 1),
-    (dies_in_allocation, 3, 1),
+    (dies_in_compilation, 2, 1),
+    (dies_in_allocation, 2, 1),
     (dies_in_split, 3, 1),
 ]
 
