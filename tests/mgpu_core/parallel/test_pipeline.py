@@ -231,7 +231,7 @@ def test_training_on_two_ranks_follows_one_process():
 
 
 def test_training_on_four_ranks_follows_one_process():
-    follows_one_process(SHORT, collectives.spawn(run_cases, 4, (SHORT,)))
+    follows_one_process(SHORT, [results for results, _ in four_ranks()])
 
 
 @pytest.mark.slow
@@ -260,6 +260,20 @@ def test_float32_drifts_no_more_than_another_order_of_summation():
 
 
 SHARES = [(1, 1), (5, 1), (1, 0)]
+REPLICATED = [
+    (name, schedule, shares)
+    for shares in SHARES
+    for name, schedule in zip(["dropout", "attention", "dropout", "recurrent"], SCHEDULES)
+]
+
+
+def work_of_four(comm):
+    return run_cases(comm, SHORT), run_replicas(comm, REPLICATED)
+
+
+@functools.cache
+def four_ranks():
+    return collectives.spawn(work_of_four, 4, timeout=60)
 
 
 def run_replicas(comm, cases):
@@ -270,10 +284,8 @@ def run_replicas(comm, cases):
 
 def test_replicas_of_a_pipeline_follow_one_process():
     """Where a replica has fewer samples than micro-batches, or none, some of its micro-batches are empty."""
-    names = ["dropout", "attention", "dropout", "recurrent"]
-    cases = [(name, schedule, shares) for shares in SHARES for name, schedule in zip(names, SCHEDULES)]
-    by_rank = collectives.spawn(run_replicas, 4, (cases,))
-    for (name, schedule, shares), *results in zip(cases, *by_rank):
+    by_rank = [results for _, results in four_ranks()]
+    for (name, schedule, shares), *results in zip(REPLICATED, *by_rank, strict=True):
         assert distance(joined(results), alone(name, steps=2)) < 1e-10, (name, schedule, shares)
         for one, other in ((0, 2), (1, 3)):  # replicas stay alike to the last bit
             for key, array in results[one][1].items():
