@@ -62,6 +62,12 @@ class Shm(Backend):
         scratch = start + region_bytes(self.size)
         mail = scratch + SLOTS * slot_bytes
         heap = mail + Streams.bytes(self.size)
+        if heap >= start + room:
+            raise MemoryError(
+                f"MGPU_HEAP is too small: a communicator of {self.size} ranks takes {heap - start:,} bytes before "
+                f"its first array, and has {room:,}, which is a quarter of the world's where it was split off; set it "
+                f"to 64M or more, or leave it out"
+            )
         host.own.release(start, room)  # whoever had the arena before: it reads as zero
         host.own.commit(start, mail - start)
         self.patience = patience(self.size)

@@ -169,3 +169,13 @@ def test_scratch_of_other_sizes(scratch: str, monkeypatch: pytest.MonkeyPatch) -
 
 def with_scratch(comm: Communicator) -> list[float]:
     return [float(comm.all_reduce(np.ones(10_000)).sum()), float(comm.all_reduce(np.ones(1), algorithm="ring")[0])]
+
+
+def test_a_heap_too_small_for_a_communicator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_HEAP", "1M")
+    with pytest.raises(MemoryError, match="MGPU_HEAP is too small: a communicator of 2 ranks takes"):
+        collectives.spawn(_nothing, 2)
+
+
+def _nothing(comm: Communicator) -> None:
+    pass
