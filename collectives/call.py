@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -98,6 +99,20 @@ def describe(words: tuple[int, ...]) -> str:
     if what >> 40 & 0x7FFF:
         parts.append(f"algorithm with hash {what >> 40 & 0x7FFF:x}")
     return f"{collective}({', '.join(parts)})"
+
+
+def disagreement(number: int, words: Sequence[tuple[int, ...]]) -> str:
+    """Which ranks called what, from every rank's descriptor of one call."""
+    groups: dict[str, list[int]] = {}
+    for rank, page in enumerate(words):
+        groups.setdefault(describe(page), []).append(rank)
+    told = "; ".join(f"{name_ranks(ranks)} called {what}" for what, ranks in groups.items())
+    return f"the ranks disagree in call {number}: {told}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as: ranks 0, 1, 5."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "nobody"
 
 
 def scale_bits(scale: float, dtype: DType) -> int:

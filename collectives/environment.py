@@ -62,6 +62,13 @@ def place(
     return Place(rank, size, address, _secret(environ), environ.get("MGPU_HOST") or None, timeout)
 
 
+def over_mpi(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether an MPI launcher, or srun, has started ranks on several hosts, or hosts have been given names."""
+    found = standing(environ)
+    started = found.launcher in ("mpirun", "mpiexec", "srun")
+    return started and (found.local_size < found.size or bool(environ.get("MGPU_HOST")))
+
+
 def standing(environ: Mapping[str, str] = os.environ) -> Standing:
     """What the launcher says, whichever it is; a single rank where there is none."""
     for launcher, is_there in _LAUNCHERS:

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
-from collectives import cgroup, environment, recorder, threads, timeline
+from collectives import cgroup, environment, recorder, threads, timeline, wire
 from collectives.backends.base import Backend
 from collectives.backends.checked import Checked
 from collectives.backends.shm import Shm
@@ -22,12 +22,12 @@ from collectives.errors import CollectiveMismatchError
 from collectives.failure import report_failures
 from collectives.host import Host
 from collectives.place import Place
-from collectives.rendezvous import Meeting, meet
+from collectives.rendezvous import Meeting, machine, meet
 
 if TYPE_CHECKING:
     from kernels.driver import Driver
 
-BACKENDS = ("auto", "shm", "sim", "cuda", "nccl")
+BACKENDS = ("auto", "shm", "sim", "cuda", "nccl", "mpi", "shm+mpi")
 ON_GPU = ("cuda", "nccl")
 
 
@@ -38,6 +38,7 @@ def init(
     size: int | None = None,
     address: str | None = None,
     device: int | None = None,
+    mpi: Any = None,
     timeout: float = 300.0,
 ) -> Communicator:
     """The communicator of all ranks of this job; every rank calls it once.
@@ -54,7 +55,12 @@ def init(
     number `device` of those that the process sees, or else the rank's number on its host, counted round; arrays of the
     CPU go as with "shm". "nccl": the same through NVIDIA's NCCL, by nccl4py. "sim": the GPU's kernels in Numba's
     simulator, on the host's memory, for tests (`spawn(..., backend="sim")` sets it up); ImportError where Numba does
-    not simulate. "auto": "cuda" where every rank has a GPU and CUDA's Python packages, else "shm".
+    not simulate. "shm+mpi": processes on several hosts, which share memory inside each and use MPI between. "mpi": MPI
+    alone. Both need mpi4py, and take rank and size from MPI. "auto": "shm+mpi" where mpirun or srun has started ranks
+    on several hosts; on one host "cuda" where every rank has a GPU and CUDA's Python packages, else "shm".
+
+    mpi: an mpi4py communicator, whose ranks these are, instead of all that MPI has. MGPU_HOST=NAME gives a host an
+    identity of its own: ranks with the same one share memory.
 
     Raises ValueError for a wrong argument or environment, CollectiveMismatchError for backends that differ,
     CollectiveTimeoutError naming who came and who did not, PeerLostError naming a rank that died meanwhile, MemoryError
@@ -66,9 +72,16 @@ def init(
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is not known; there are {', '.join(BACKENDS)}")
     report_failures()
-    engine_class = _host_engine(backend)
-    place = environment.place(rank, size, address, timeout=timeout)
-    engine = _join(place, backend, engine_class, partial(_gpu, device))
+    given = rank is not None or size is not None or address is not None
+    if backend in ("mpi", "shm+mpi") or mpi is not None or (backend == "auto" and not given and _mpi_is_meant()):
+        if given:
+            raise ValueError(f"backend={backend!r} takes rank, size and address from MPI; leave them out")
+        if backend not in ("auto", "mpi", "shm+mpi"):
+            raise ValueError(f"backend={backend!r} does not join the ranks of an MPI communicator")
+        engine = _over_mpi(backend, mpi, device, timeout)
+    else:
+        place = environment.place(rank, size, address, timeout=timeout)
+        engine = _join(place, backend, _host_engine(backend), partial(_gpu, device))
     recorder.answer_signals()
     if notes := timeline.begin(engine.rank):
         engine = Traced(engine, notes)
@@ -164,3 +177,38 @@ def _share_processors(meeting: Meeting) -> None:
     here = [peer.rank for peer in meeting.peers if peer.local or peer.rank == meeting.rank]
     masks = [answers[rank] for rank in here]
     threads.limit(threads.share(masks, here.index(meeting.rank), cgroup.cpu_quota()))
+
+
+def _mpi_is_meant() -> bool:
+    return environment.over_mpi() and find_spec("mpi4py") is not None
+
+
+def _over_mpi(backend: str, comm: Any, device: int | None, timeout: float) -> Backend:
+    """The ranks of an mpi4py communicator, or all that MPI has: over MPI alone, or with shared memory inside hosts."""
+    from mpi4py import MPI
+
+    from collectives.backends.hosts import Hosts
+    from collectives.backends.mpi import Mpi
+
+    started = environment.standing()
+    if comm is None and started.launcher != "none" and MPI.COMM_WORLD.Get_size() != started.size:
+        raise RuntimeError(
+            f"{started.launcher} has started {started.size} ranks, and MPI knows of {MPI.COMM_WORLD.Get_size()}: "
+            f"mpi4py has loaded an MPI that this launcher does not belong to, "
+            f"{MPI.Get_library_version().splitlines()[0]}"
+        )
+    name = os.environ.get("MGPU_HOST") or None
+    own = wire.Identity.of(machine(name))
+    calls, words, identities = wire.join(MPI.COMM_WORLD if comm is None else comm, own, timeout)
+    here = [rank for rank, identity in enumerate(identities) if identity.host == own.host]
+    index = here.index(calls.Get_rank())
+    if backend == "mpi":
+        masks = [identities[rank].processors for rank in here]
+        threads.limit(threads.share(masks, index, cgroup.cpu_quota()))
+        return Mpi(calls, words, identities, timeout)
+    token = identities[here[0]].token
+    place = Place(index, len(here), f"unix:{token}", token.encode(), name, timeout)
+    if backend == "auto" and len(here) == len(identities):
+        return _join(place, "auto", Shm, partial(_gpu, device))
+    local = cast(Shm, _join(place, "shm", Shm, partial(_gpu, device)))
+    return Hosts(calls, words, identities, timeout, local)

@@ -55,7 +55,7 @@ def meet(place: Place) -> Meeting:
     if not 0 <= place.rank < place.size:
         raise CollectiveError(f"rank {place.rank} of {place.size} ranks; expected a rank from 0 to size - 1")
     if place.size == 1:
-        return Meeting(place, None, None, [Peer(0, os.getpid(), _machine(place), True, None)])
+        return Meeting(place, None, None, [Peer(0, os.getpid(), machine(place.host), True, None)])
     family, address = endpoint(place)
     listener = listen(family, address, place.address) if place.rank == 0 else None
     star = _form(place, range(place.size), family, address, listener, deadline)
@@ -63,7 +63,7 @@ def meet(place: Place) -> Meeting:
     pidfds: dict[int, int] = {}
     try:
         with passing_on(star):
-            here = _Identity(_machine(place), os.getpid(), _link("/proc/self/ns/pid"))
+            here = _Identity(machine(place.host), os.getpid(), _link("/proc/self/ns/pid"))
             answers = star.exchange(json.dumps(here).encode(), deadline)
             identities = [_Identity(*json.loads(answer)) for answer in answers]
             if len({identity.host for identity in identities}) > 1:
@@ -215,10 +215,11 @@ class _Identity(NamedTuple):
     namespace: str  # of process ids
 
 
-def _machine(place: Place) -> str:
-    """This host: a machine since its last start, and the network namespace in which abstract sockets are seen."""
-    if place.host is not None:
-        return place.host
+def machine(given: str | None = None) -> str:
+    """This host: a machine since its last start, and the network namespace in which abstract sockets are seen; or the
+    identity that was given."""
+    if given is not None:
+        return given
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{socket.gethostname()} {file.read().strip()} {_link('/proc/self/ns/net')}"
 

@@ -49,6 +49,28 @@ def stream_program() -> Program:
     return Program(contract, "stream", "staged", SLOTS, pipelined=True, cells=1, bodies=(sender, receiver))
 
 
+class ToSelf:
+    """What a rank has sent to itself and not yet received."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._messages: list[tuple[int, Array]] = []
+
+    def send(self, array: Array, tag: int) -> None:
+        self._messages.append((tag, array.copy()))
+
+    def receive(self, out: Array, tag: int) -> None:
+        for i, (sent, array) in enumerate(self._messages):
+            if sent == tag:
+                del self._messages[i]
+                check_message(self._rank, tag, find(array.dtype), array.size, out)
+                out.reshape(-1)[:] = array.reshape(-1)
+                return
+        raise CollectiveTimeoutError(
+            f"recv from this very rank, tag {tag}: nothing was sent, and nobody else can send it"
+        )
+
+
 class Streams:
     """One rank's streams to and from each other rank of its communicator."""
 
@@ -56,7 +78,7 @@ class Streams:
         """`mail[r]`: address of rank r's slots, one stream after the other; `offset`: of mine in my segment."""
         self._shm, self._mail, self._offset = shm, mail, offset
         self._ends: dict[tuple[int, bool], _End] = {}
-        self._to_self: deque[tuple[int, Array]] = deque()
+        self._to_self = ToSelf(shm.rank)
 
     @staticmethod
     def bytes(size: int) -> int:
@@ -68,12 +90,12 @@ class Streams:
         work: dict[tuple[int, bool], deque[Iterator[Waiting]]] = {}
         for array, peer, tag in sends:
             if peer == self._shm.rank:
-                self._to_self.append((tag, array.copy()))
+                self._to_self.send(array, tag)
             else:
                 work.setdefault((peer, True), deque()).append(self._end(peer, True).send(array, tag))
         for array, peer, tag in receives:
             if peer == self._shm.rank:
-                self._from_self(array, tag)
+                self._to_self.receive(array, tag)
             else:
                 work.setdefault((peer, False), deque()).append(self._end(peer, False).receive(array, tag))
         for peer, sending in work:
@@ -106,17 +128,6 @@ class Streams:
                     peers = sorted({waiting.peer for waiting in blocked})
                     stuck = blocked[0] if alone and not self._shm.busy else None
                     watch.look(peers, partial(self._shm.history, peers), stuck)
-
-    def _from_self(self, out: Array, tag: int) -> None:
-        for i, (sent, array) in enumerate(self._to_self):
-            if sent == tag:
-                del self._to_self[i]
-                _check(self._shm.rank, tag, find(array.dtype), array.size, out)
-                out.reshape(-1)[:] = array.reshape(-1)
-                return
-        raise CollectiveTimeoutError(
-            f"recv from this very rank, tag {tag}: nothing was sent, and nobody else can send it"
-        )
 
     def _end(self, peer: int, sending: bool) -> _End:
         if (peer, sending) not in self._ends:
@@ -171,7 +182,7 @@ class _End:
         for i, (known, array) in enumerate(self._aside):
             if known == tag:
                 del self._aside[i]
-                _check(self.peer, tag, find(array.dtype), array.size, out)
+                check_message(self.peer, tag, find(array.dtype), array.size, out)
                 out.reshape(-1)[:] = array.reshape(-1)
                 return
         while True:
@@ -181,7 +192,7 @@ class _End:
             assert number == self._messages, "messages of a stream come in order"
             dtype = DTYPES[code]
             if known == tag:
-                _check(self.peer, tag, dtype, count, out)
+                check_message(self.peer, tag, dtype, count, out)
                 if count:
                     yield from self._run(out, dtype)
                 return
@@ -203,7 +214,8 @@ class _End:
             yield Waiting(Doing.SEND if self._sending else Doing.RECV, self.peer, self._link.signals_sent)
 
 
-def _check(peer: int, tag: int, dtype: DType, count: int, out: Array) -> None:
+def check_message(peer: int, tag: int, dtype: DType, count: int, out: Array) -> None:
+    """Raise CollectiveMismatchError unless `out` is what takes a message of `count` elements of `dtype`."""
     if (dtype, count) != (find(out.dtype), out.size):
         raise CollectiveMismatchError(
             f"rank {peer} sent {count} elements of {dtype.name} with tag {tag}, and this rank receives them into "

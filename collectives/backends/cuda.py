@@ -24,8 +24,8 @@ import numpy as np
 
 from collectives import programs
 from collectives.backends.device import OFFSET_BITS, Block, OnDevice
-from collectives.backends.shm import SLOTS, Shm, disagreement
-from collectives.call import ORDINARY, Call, describe
+from collectives.backends.shm import SLOTS, Shm
+from collectives.call import ORDINARY, Call, describe, disagreement
 from collectives.device_arrays import DeviceArray
 from collectives.errors import (
     CollectiveError,

@@ -21,7 +21,7 @@ from numpy.lib.array_utils import byte_bounds
 from collectives import programs, recorder
 from collectives.arrays import Array, address
 from collectives.backends.base import Backend, Pending
-from collectives.call import INTERNAL, ORDINARY, Call, describe, make_call
+from collectives.call import INTERNAL, ORDINARY, Call, describe, disagreement, make_call, name_ranks
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
 from collectives.host import ARENAS, SCRATCH_PER_RANK, Birth, Host
@@ -251,7 +251,7 @@ class Shm(Backend):
         """Who has begun a call and who has not, with what each did last."""
         arrived = [rank for rank, region in enumerate(self.regions) if region.calls_begun >= call]
         absent = [rank for rank in range(self.size) if rank not in arrived]
-        return f"{_name(arrived)} arrived, {_name(absent)} did not; {self.history(range(self.size))}"
+        return f"{name_ranks(arrived)} arrived, {name_ranks(absent)} did not; {self.history(range(self.size))}"
 
     def history(self, ranks: Iterable[int]) -> str:
         """The last calls of some ranks."""
@@ -485,17 +485,3 @@ def patience(size: int) -> tuple[int, int]:
     """How often `size` ranks on this host look at a flag before yielding the core, and before sleeping."""
     crowded = size > len(os.sched_getaffinity(0))
     return (20, 50) if crowded else (300, 50)
-
-
-def disagreement(number: int, words: Sequence[tuple[int, ...]]) -> str:
-    """Who called what, from the ranks' descriptors of one call."""
-    groups: dict[str, list[int]] = {}
-    for rank, page in enumerate(words):
-        groups.setdefault(describe(page), []).append(rank)
-    told = "; ".join(f"{_name(ranks)} called {what}" for what, ranks in groups.items())
-    return f"the ranks disagree in call {number}: {told}"
-
-
-def _name(ranks: Sequence[int]) -> str:
-    """Such as: ranks 0, 1, 5."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "nobody"
