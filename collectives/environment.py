@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 
 from collectives.place import Place
 
+RESTART = "MGPU_RESTART"
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -60,6 +62,11 @@ def place(
     if size > 1 and not address:
         raise ValueError(f"{size} ranks have no address at which to meet; {remedy}: HOST:PORT of rank 0, or unix:NAME")
     return Place(rank, size, address, _secret(environ), environ.get("MGPU_HOST") or None, timeout)
+
+
+def restarts(environ: Mapping[str, str] = os.environ) -> int:
+    """How often `mgpu run` has started this job's ranks again: above 0, go on from the last checkpoint."""
+    return _integer(environ, RESTART, 0, 0)
 
 
 def over_mpi(environ: Mapping[str, str] = os.environ) -> bool:

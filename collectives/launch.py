@@ -22,6 +22,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from collectives import threads
+from collectives.environment import RESTART
 from collectives.errors import CollectiveError, PeerLostError
 from collectives.failure import Failure, RankTraceback, Reports
 from collectives.output import PrefixedOutput
@@ -227,8 +228,28 @@ def _unpack(
 
 def main(argv: Sequence[str]) -> int:
     """The command `mgpu run`. The exit code is that of the first rank to fail, 128 + the signal if one killed it."""
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     size = threads.here(1) if options.ranks is None else options.ranks
+    least = size if options.min_ranks is None else options.min_ranks
+    if least > size:
+        parser.error(f"--min-ranks {least} is more than the {size} ranks to begin with")
+    suspect = None
+    for attempt in range(options.restarts + 1):
+        code, cause = _run(options, size, attempt)
+        if cause is None or attempt == options.restarts:
+            return code
+        if cause == suspect and size > least:  # twice in a row: its place is bad, not its luck
+            size, suspect = size - 1, None
+        else:
+            suspect = cause
+        print(f"mgpu run: restart {attempt + 1} of {options.restarts}, with {size} ranks", file=sys.stderr, flush=True)
+    raise AssertionError("the last attempt returns")
+
+
+def _run(options: argparse.Namespace, size: int, attempt: int) -> tuple[int, int | None]:
+    """Run all ranks to their ends. Returns the exit code, and the rank that was the cause of a failure; None if there
+    was no failure, or if somebody has asked the ranks to stop."""
     command = [sys.executable, *(["-m"] if options.module else []), options.script, *options.arguments]
     with ExitStack() as stack:
         ranks = Ranks(size, options.threads, options.pin)
@@ -239,6 +260,7 @@ def main(argv: Sequence[str]) -> int:
         stream = subprocess.PIPE if options.prefix else None
         # Without buffers a line leaves in pieces, and those of several ranks would mix where they share one output.
         extra = {"PYTHONUNBUFFERED": "1"} if options.prefix else {}
+        extra[RESTART] = str(attempt)
         if options.timeline:
             extra["MGPU_TIMELINE"] = options.timeline
         for number in range(size):
@@ -263,29 +285,39 @@ def main(argv: Sequence[str]) -> int:
         reports.read()
         output.drain()
         if received:
-            return 128 + received[0]
+            return 128 + received[0], None
         if not failed:
-            return 0
+            return 0, None
         root = min(failed, key=lambda rank: reports.weight(rank.number))  # the earliest of the least
         print(f"mgpu run: {root.describe()}{reports.reason(root.number)}", file=sys.stderr)
         if stopped:
             names = ", ".join(map(str, stopped))
             print(f"mgpu run: still running {GRACE:g} s later, and stopped: {names}", file=sys.stderr)
         status = root.status or 0
-        return status if status > 0 else 128 - status
+        return status if status > 0 else 128 - status, root.number
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mgpu run",
-        usage="mgpu run [-n N] [--threads K] [--pin] [--prefix] [--timeline FILE] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
+        usage="mgpu run [-n N] [--threads K] [--pin] [--prefix] [--restarts R [--min-ranks M]] [--timeline FILE] "
+        "(SCRIPT | -m MODULE) [ARGUMENTS ...]",
         description="Start a Python script or module in N ranks on this host. When one fails, the others have "
-        f"{GRACE:g} seconds to end, and its exit code is the command's. Ctrl-C reaches every rank; a second one kills.",
+        f"{GRACE:g} seconds to end, and its exit code is the command's. Ctrl-C reaches every rank; a second one kills. "
+        "With --restarts all ranks are then started afresh: the recipes go on from their last checkpoint, and other "
+        "scripts find the number of restarts so far in MGPU_RESTART.",
     )
     parser.add_argument("-n", type=_count, metavar="N", dest="ranks", help="ranks (default: one per processor)")
     parser.add_argument("--threads", type=_count, metavar="K", help="threads in each rank's pools (default: its share)")
     parser.add_argument("--pin", action="store_true", help="keep each rank on processors of its own")
     parser.add_argument("--prefix", action="store_true", help="put [rank] before every line of output")
+    parser.add_argument("--restarts", type=_number, default=0, metavar="R", help="start again after up to R failures")
+    parser.add_argument(
+        "--min-ranks",
+        type=_count,
+        metavar="M",
+        help="when a rank fails twice in a row, start again with one fewer, but not fewer than M (default: N)",
+    )
     parser.add_argument("--timeline", metavar="FILE", help="write a timeline of all ranks' calls, for Perfetto")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
     parser.add_argument("script", help="a Python file, or with -m a module's name")
@@ -294,8 +326,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+    return _number(text, 1)
+
+
+def _number(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} or more")
     return int(text)
 
 

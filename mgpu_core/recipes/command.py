@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import collectives
 from collectives import timeline
-from collectives.environment import standing
+from collectives.environment import restarts, standing
 from collectives.threads import here
 from mgpu_core import checkpoint, hardware
 from mgpu_core.autograd import is_recording
@@ -81,6 +81,7 @@ def run(
         os.environ["MGPU_TIMELINE"] = options.timeline
     place = standing()
     say: Say = print if place.rank == 0 else lambda line: None
+    options.resume = options.resume or restarts() > 0
     if options.resume:
         try:
             saved = checkpoint.load(options.out / CHECKPOINT)[1]["settings"]

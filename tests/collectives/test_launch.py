@@ -426,6 +426,34 @@ print("no end", end="")
     assert run(tmp_path, text, options=("-n", "1")).stdout == "one\ntwo\nno end"
 
 
+FAILS = """
+with open(f"{sys.argv[1]}/{os.environ['MGPU_RESTART']}", "a") as file:
+    file.write(os.environ["MGPU_SIZE"])
+if rank == 1 and (os.environ["MGPU_SIZE"] == "3" or os.environ["MGPU_RESTART"] in sys.argv[2:]):
+    time.sleep(0.2)
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "failing", "sizes", "code"),
+    [
+        (["--restarts", "0"], [], "3", 7),
+        (["--restarts", "2"], [], "333", 7),
+        (["--restarts", "4", "--min-ranks", "2"], [], "332", 0),
+        (["--restarts", "4", "--min-ranks", "2"], ["2", "3"], "33222", 0),  # no fewer than two, however often
+    ],
+)
+def test_fresh_ranks_after_a_failure_and_fewer_after_a_second_of_the_same_rank(tmp_path, options, failing, sizes, code):
+    done = run(tmp_path, FAILS, str(tmp_path), *failing, options=("-n", "3", *options))
+    assert done.returncode == code, done.stderr
+    assert [(tmp_path / str(k)).read_text() for k in range(len(sizes))] == [size * int(size) for size in sizes]
+    assert not (tmp_path / str(len(sizes))).exists()
+    assert done.stderr.count("mgpu run: rank 1 ended with exit code 7") == len(sizes) - (code == 0)
+    told = [f"restart {k} of {options[1]}, with {size} ranks" for k, size in enumerate(sizes[1:], 1)]
+    assert re.findall("restart .*", done.stderr) == told
+
+
 def test_rank_0_has_the_input(tmp_path):
     done = run(tmp_path, "say(rank, repr(sys.stdin.read()))", input="data")
     assert sorted(done.stdout.splitlines()) == ["0 'data'", "1 ''", "2 ''"]
