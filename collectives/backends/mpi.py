@@ -21,13 +21,14 @@ import numpy.typing as npt
 from collectives import wire
 from collectives.arrays import Array, address
 from collectives.backends.base import Backend, Pending
-from collectives.call import INTERNAL, SIGNATURE_WORDS, Call, describe, disagreement, make_call
+from collectives.call import INTERNAL, Call, describe, disagreement, make_call
 from collectives.contract import split
 from collectives.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from collectives.mail import Mail
 from collectives.wire import Identity, Peers, Word
 from kernels import native
 from kernels.dtypes import find
+from kernels.executor import SIGNATURE_WORDS
 
 FRAME = 512  # bytes of a descriptor with a small call's data
 SMALL = FRAME - 8 * SIGNATURE_WORDS

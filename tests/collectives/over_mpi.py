@@ -106,6 +106,10 @@ def memory(comm: Communicator) -> list[Any]:
     return told
 
 
+def everything(comm: Communicator) -> list[Any]:
+    return [every_collective(comm), sums(comm), messages(comm), families(comm), memory(comm)]
+
+
 def mismatch(comm: Communicator) -> None:
     comm.all_reduce(np.ones(3), "max" if comm.rank == 1 else "sum")
 
