@@ -32,7 +32,7 @@ def start(
     launcher, *rest = mpi.command(len(hosts), program)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE)))
     environ = {**os.environ, **mpi.environment(), "PYTHONPATH": paths}
-    done = subprocess.run([launcher, *(options or []), *rest], env=environ, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([launcher, *(options or []), *rest], env=environ, capture_output=True, text=True, timeout=300)
     places = [folder / str(rank) for rank in range(len(hosts))]
     return done, [json.loads(place.read_text()) if place.exists() else None for place in places]
 
