@@ -44,7 +44,8 @@ class Host:
         if strangers:
             where = ", ".join(f"rank {peer.rank} on {peer.host}" for peer in strangers)
             raise RuntimeError(
-                f"the shm backend joins ranks of one host, and there are others: {where}; use backend='mpi' or 'nccl'"
+                f"the shm backend joins ranks of one host, and there are others: {where}; "
+                f"start them by mpirun or srun, with backend='shm+mpi'"
             )
         self.meeting = meeting
         wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)

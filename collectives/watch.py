@@ -4,6 +4,7 @@ deadline.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -38,7 +39,7 @@ class Watch:
         self._shm, self._what = shm, what
         self._began = time.monotonic()
         self._gone: list[int] = []
-        self._patience = float(os.environ.get("MGPU_STALL", STALL)) or shm.timeout
+        self._patience = float(os.environ.get("MGPU_STALL", STALL)) or math.inf
         self._circle = Circle(shm.regions, shm.rank)
 
     def __enter__(self) -> Watch:
@@ -80,7 +81,7 @@ class Watch:
             raise CollectiveMismatchError(f"{self._what()}: {circle}")
         waited = time.monotonic() - self._began
         if waited > self._patience:
-            self._patience = shm.timeout
+            self._patience = math.inf
             if self._tells(peers, waiting):
                 print(
                     f"mgpu: rank {shm.rank} has waited for {waited:.0f} s in {self._what()}: {arrivals()}. "
