@@ -122,7 +122,7 @@ def uneven(gpu: Communicator, driver: Any) -> None:
     assert (driver.values(out) == np.concatenate(received)).all()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4))])
 def test_every_collective_with_every_type_and_operation(crew: Any, size: int) -> None:
     crew(every_collective, size)
 
@@ -234,6 +234,10 @@ def test_what_is_asked_of_nccl_and_in_which_stream(crew: Any, part: Any) -> None
 # Mistakes and losses
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def fail(comm: Communicator, how: str) -> None:
     if how == "unchecked":
         os.environ["MGPU_NCCL_CHECK"] = "0"
@@ -274,11 +278,11 @@ def fail(comm: Communicator, how: str) -> None:
     [
         ("mismatch", collectives.CollectiveMismatchError, "rank 0 called .*count 100.*rank 1 called .*count 101"),
         ("late", collectives.CollectiveTimeoutError, "all_reduce.*on the GPU did not finish.*rank 1 did not begin it"),
-        ("unchecked", collectives.CollectiveTimeoutError, "all_reduce.*rank 1 did not begin it"),
+        slow("unchecked", collectives.CollectiveTimeoutError, "all_reduce.*rank 1 did not begin it"),
         ("dead", collectives.PeerLostError, "rank 1"),
-        ("message", collectives.CollectiveMismatchError, "sent 100 elements of float32, and rank 1 receives 8"),
-        ("late message", collectives.CollectiveTimeoutError, "rank 1"),
-        ("remote", collectives.PeerLostError, "remote process exited.*last words"),
+        slow("message", collectives.CollectiveMismatchError, "sent 100 elements of float32, and rank 1 receives 8"),
+        slow("late message", collectives.CollectiveTimeoutError, "rank 1"),
+        slow("remote", collectives.PeerLostError, "remote process exited.*last words"),
     ],
 )
 def test_what_goes_wrong_is_raised_on_the_host_and_ends_what_waits_on_the_gpu(how: str, error: Any, text: str) -> None:
@@ -306,9 +310,9 @@ def begin(comm: Communicator, how: str) -> None:
     ("how", "error", "text"),
     [
         ("dead", collectives.PeerLostError, "rank 1"),
-        ("late", collectives.CollectiveTimeoutError, "init, in NCCL"),
-        ("old", RuntimeError, r"NCCL 2\.26\.5, and this backend needs 2\.28\.0"),
-        ("mixed", collectives.CollectiveMismatchError, r"2\.32\.4"),
+        slow("late", collectives.CollectiveTimeoutError, "init, in NCCL"),
+        slow("old", RuntimeError, r"NCCL 2\.26\.5, and this backend needs 2\.28\.0"),
+        slow("mixed", collectives.CollectiveMismatchError, r"2\.32\.4"),
         ("one GPU", RuntimeError, "ranks 0 and 1 have the same GPU"),
     ],
 )
