@@ -42,7 +42,7 @@ class Progress:
         self._memory = np.zeros(QUEUE_BYTES + LINE, np.uint8)
         self._queue = -(-self._memory.ctypes.data // LINE) * LINE
         self._submit, self._serve, self._complete, self.settle = (
-            shm.load(name).call for name in ("submit", "serve", "complete", "settle")
+            shm.kernel(name).call for name in ("submit", "serve", "complete", "settle")
         )
         self._running: deque[tuple[int, Queued, Callable[[], None]]] = deque()
         self._submitted = 0

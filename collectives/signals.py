@@ -34,7 +34,7 @@ class Signals:
     def __init__(self, shm: Shm) -> None:
         self._shm = shm
         self._jobs: dict[tuple[int, bool], Job] = {}
-        self._execute = shm.load("execute").call
+        self._execute = shm.kernel("execute").call
 
     def send(self, peer: int) -> None:
         """One signal more for `peer`."""

@@ -39,7 +39,7 @@ class Watch:
         self._shm, self._what = shm, what
         self._began = time.monotonic()
         self._gone: list[int] = []
-        self._patience = float(os.environ.get("MGPU_STALL", STALL)) or math.inf
+        self._patience = _stall() or math.inf
         self._circle = Circle(shm.regions, shm.rank)
 
     def __enter__(self) -> Watch:
@@ -52,9 +52,30 @@ class Watch:
         """Raise if it is in vain to wait for all of `peers`, or has lasted too long. `arrivals` says who has come;
         `waiting` what this rank waits for, if it does nothing else until then.
 
-        Raises what a rank gave up with, PeerLostError for a peer that died or closed, CollectiveMismatchError for a
-        circle, and CollectiveTimeoutError.
+        Raises what `see` does, CollectiveMismatchError for a circle, and CollectiveTimeoutError.
         """
+        shm = self._shm
+        self.see(peers)
+        if waiting is None:
+            self._circle.end()
+        elif circle := self._circle.look(waiting):
+            raise CollectiveMismatchError(f"{self._what()}: {circle}")
+        waited = time.monotonic() - self._began
+        if waited > self._patience:
+            self._patience = math.inf
+            if self._tells(peers, waiting):
+                print(
+                    f"mgpu: rank {shm.rank} has waited for {waited:.0f} s in {self._what()}: {arrivals()}. "
+                    f"`mgpu doctor --run` tells more",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if waited > shm.timeout:
+            told = "; ".join([arrivals(), *self._stopped()])
+            raise CollectiveTimeoutError(f"{self._what()} did not finish in {waited:.1f} s: {told}")
+
+    def see(self, peers: Sequence[int]) -> None:
+        """Raise what a rank gave up with, or PeerLostError for one of `peers` that died or closed."""
         shm = self._shm
         for rank, region in enumerate(shm.regions):
             if region.state == FAILED:
@@ -75,23 +96,6 @@ class Watch:
             for rank in peers
             if rank != shm.rank and (shm.members[rank] in dead or shm.regions[rank].state == CLOSED)
         ]
-        if waiting is None:
-            self._circle.end()
-        elif circle := self._circle.look(waiting):
-            raise CollectiveMismatchError(f"{self._what()}: {circle}")
-        waited = time.monotonic() - self._began
-        if waited > self._patience:
-            self._patience = math.inf
-            if self._tells(peers, waiting):
-                print(
-                    f"mgpu: rank {shm.rank} has waited for {waited:.0f} s in {self._what()}: {arrivals()}. "
-                    f"`mgpu doctor --run` tells more",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        if waited > shm.timeout:
-            told = "; ".join([arrivals(), *self._stopped()])
-            raise CollectiveTimeoutError(f"{self._what()} did not finish in {waited:.1f} s: {told}")
 
     def _tells(self, peers: Sequence[int], waiting: Waiting | None) -> bool:
         """Whether it is for this rank to say so: of those who wait in a collective, the lowest does."""
@@ -114,3 +118,12 @@ class Watch:
                 with suppress(OSError), open(f"/proc/{peer.pid}/stat") as file:
                     if file.read().rpartition(")")[2].split()[0] in "Tt":
                         yield f"rank {rank} (process {peer.pid}) is stopped, by SIGSTOP or a debugger"
+
+
+def _stall() -> float:
+    """Seconds after which to tell about a wait. Raises ValueError for a setting that is no number."""
+    text = os.environ.get("MGPU_STALL", "")
+    try:
+        return float(text or STALL)
+    except ValueError:
+        raise ValueError(f"MGPU_STALL={text!r} is not a number of seconds, such as 30; 0 never tells") from None

@@ -11,11 +11,13 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -67,20 +69,50 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-@cache
-def load(name: str) -> Native:
-    """The compiled function `name` (see `kernels.targets.cpu.compile_function`), compiling it if need be."""
-    return _link(name, cached(name, lambda: _compile(name)))
+def load(name: str, meanwhile: Callable[[], None] | None = None) -> Native:
+    """The compiled function `name` (see `kernels.targets.cpu.compile_function`), compiling it if need be; `meanwhile`
+    as for `cached`."""
+    if name not in _loaded:
+        _loaded[name] = _link(name, cached(name, partial(_compile, name), meanwhile))
+    return _loaded[name]
 
 
-def cached(name: str, make: Callable[[], bytes]) -> bytes:
-    """What `make` makes, from the cache folder if it is there; one process of several makes it."""
+_loaded: dict[str, Native] = {}
+
+
+def cached(name: str, make: Callable[[], bytes], meanwhile: Callable[[], None] | None = None) -> bytes:
+    """What `make` makes, from the cache folder if it is there; one process of several makes it.
+
+    That takes seconds, here or in the process that does it, and `meanwhile`, if given, is called every 50 ms or so:
+    what it raises is raised at once, and leaves the making to end in a thread of its own, for whoever asks next.
+    """
     path = cache_folder() / name
     code = _read(path)
     if code is None:
-        with _only_one(path):
-            code = _read(path) or _keep(path, make())
+        with _only_one(path, meanwhile):
+            code = _read(path) or _attended(lambda: _keep(path, make()), meanwhile)
     return code
+
+
+def _attended(work: Callable[[], bytes], meanwhile: Callable[[], None] | None) -> bytes:
+    """What `work` returns, done in another thread if there is something to do meanwhile."""
+    if meanwhile is None:
+        return work()
+    done: Future[bytes] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="mgpu compiler").start()  # no daemon: compilers do not survive exit() under them
+    while not wait([done], _LOOK).done:
+        meanwhile()
+    return done.result()
+
+
+_LOOK = 0.05  # seconds between two calls of `meanwhile`
 
 
 # METH_O: the address of an array's data, through the buffer protocol, which checks what the flags demand.
@@ -138,7 +170,7 @@ def _compile(name: str) -> bytes:
 
 
 def _keep(path: Path, code: bytes) -> bytes:
-    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         part.write_bytes(_sha256(code) + b"\n" + code)
         os.replace(part, path)
@@ -149,7 +181,7 @@ def _keep(path: Path, code: bytes) -> bytes:
 
 
 @contextmanager
-def _only_one(path: Path) -> Iterator[None]:
+def _only_one(path: Path, meanwhile: Callable[[], None] | None) -> Iterator[None]:
     """Let one process compile while others wait for its result. Without a folder to lock, or when the one that has the
     lock takes too long (it may have been stopped), all compile."""
     try:
@@ -166,6 +198,8 @@ def _only_one(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(0.02)
+                if meanwhile is not None:
+                    meanwhile()
         yield
 
 

@@ -48,7 +48,7 @@ class Shm(Backend):
     """One communicator of processes on one host. `members[r]` is the world's number of this communicator's rank r."""
 
     name = "shm"
-    load: Callable[[str], native.Native] = staticmethod(native.load)  # where the executor and its reductions come from
+    load = staticmethod(native.load)  # where the executor and its reductions come from
     eager_bytes = EAGER_BYTES
 
     def __init__(
@@ -88,12 +88,13 @@ class Shm(Backend):
         )
         self._heap = Heap(heap, start + room - heap)
         self._heap_start, self._heap_bytes = host.own.address + heap, start + room - heap
-        self._execute, self._execute_on = self.load("execute").call, self.load("execute_on").call
         self._jobs: dict[tuple[Any, ...], list[Job]] = {}
         self._progress: Progress | None = None
         self._failure = ""  # why this communicator is of no further use
         self._closed = False
         self._unusual = False  # failed, closed or with a queue: a call has more to look at
+        self._lookout = Watch(self, lambda: "while this rank compiled kernels")
+        self._execute, self._execute_on = self.kernel("execute").call, self.kernel("execute_on").call
         self._splits = 0
         host.engines.add(self)
         self._signals = Signals(self)
@@ -186,7 +187,7 @@ class Shm(Backend):
             self._refuse(error)
         combine = 0
         if call.reduces:
-            combine = self.load(f"reduce-{call.dtype.name}-{call.op}").address
+            combine = self.kernel(f"reduce-{call.dtype.name}-{call.op}").address
         job = Job(
             self.link,
             encoded,
@@ -201,6 +202,17 @@ class Shm(Backend):
             for rank, (segment, (source, target)) in enumerate(zip(self._segments, places, strict=True)):
                 job.inputs[rank], job.outputs[rank] = segment.address + heap + source, segment.address + heap + target
         return job
+
+    def kernel(self, name: str, peers: Sequence[int] | None = None) -> native.Native:
+        """A compiled function. Compiling it may take seconds, in which this rank looks after `peers`, or all.
+
+        Raises PeerLostError for one that dies or closes meanwhile, and what a rank gives up with.
+        """
+        awaited = range(self.size) if peers is None else peers
+        try:
+            return self.load(name, lambda: self._lookout.see(awaited))
+        except CollectiveError as error:
+            self._refuse(error)
 
     # Trouble
 
@@ -362,11 +374,11 @@ class Shm(Backend):
 
     def fetch_add(self, word: Array, value: int, rank: int) -> int:
         self.check_usable()
-        return native.load("fetch_add").call(self._word(word, rank), value)
+        return self.kernel("fetch_add", [rank]).call(self._word(word, rank), value)
 
     def acquire(self, lock: Array, rank: int) -> None:
         self.check_usable()
-        take, place = native.load("acquire").call, self._word(lock, rank)
+        take, place = self.kernel("acquire", [rank]).call, self._word(lock, rank)
         if take(place, self.rank + 1, *self.patience) == DONE:
             return
         try:
@@ -381,7 +393,7 @@ class Shm(Backend):
             raise
 
     def release(self, lock: Array, rank: int) -> None:
-        native.load("release").call(self._word(lock, rank))
+        self.kernel("release", [rank]).call(self._word(lock, rank))
 
     def wait_until(self, word: Array, value: int, rank: int) -> None:
         self.check_usable()

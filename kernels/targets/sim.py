@@ -16,7 +16,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import config
 
-from kernels import executor, lowlatency, progress
+from kernels import atomic, executor, lowlatency, native, progress
 from kernels.dtypes import DTYPES, OPERATIONS, find
 from kernels.executor import BLOCKED, JOB_PLACE, PLACE_STATUS
 from kernels.native import Native
@@ -72,9 +72,14 @@ def execute(job: int, channel: int, channels: int, lane: int, lanes: int) -> int
     return result
 
 
+def load(name: str, meanwhile: Callable[[], None] | None = None) -> Native:
+    """What `kernels.native.load` gives for the CPU: a function to call, or the number of a reduction. Atomics are
+    the CPU's, since the simulator's hold within one process."""
+    return native.load(name, meanwhile) if hasattr(atomic, name) else _load(name)
+
+
 @cache
-def load(name: str) -> Native:
-    """What `kernels.native.load` gives for the CPU: a function to call, or the number of a reduction."""
+def _load(name: str) -> Native:
     if name.startswith("reduce-"):
         _, dtype, operation = name.split("-")
         return Native(python.reduction(find(dtype), operation), find(dtype).code << 8 | OPERATIONS.index(operation) + 1)

@@ -33,6 +33,11 @@ def outcomes(fn: Callable[..., Any], size: int, folder: Path, *args: Any, timeou
         collectives.spawn(_attempt, size, (str(folder), fn, args), timeout=timeout)
     except CollectiveError:
         pass  # the one that died
+    return reported(folder)
+
+
+def reported(folder: Path) -> dict[int, Outcome]:
+    """What the ranks have written down, by rank."""
     return {int(path.stem): Outcome(*json.loads(path.read_text())) for path in folder.glob("*.json")}
 
 
@@ -70,3 +75,11 @@ def stop() -> None:
     """As by Ctrl-Z, or on a host that hangs."""
     now_it_happens()
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def waits_for(report: Path) -> bytes:
+    """A compilation that ends only after its rank has said what became of it."""
+    ends = time.monotonic() + 30
+    while not report.exists() and time.monotonic() < ends:
+        time.sleep(0.05)
+    return b""

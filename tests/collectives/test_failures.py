@@ -123,7 +123,7 @@ def dies_before_it_receives(comm: Communicator) -> None:
 def dies_in_compilation(comm: Communicator) -> None:
     comm.all_reduce(np.ones(5))  # nobody else has anything left to compile
     if comm.rank == 1:
-        comm._backend.load = lambda name: die()  # type: ignore[attr-defined]
+        comm._backend.load = lambda *_: die()  # type: ignore[attr-defined]
     comm.all_reduce(np.ones(6))
 
 

@@ -25,7 +25,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fresh(name: str = NAME) -> native.Native:
     """Load as another process would: from the folder, not from this process's memory."""
-    return native.load.__wrapped__(name)
+    native._loaded.pop(name, None)
+    return native.load(name)
 
 
 def works(function: native.Native) -> bool:
@@ -114,6 +115,42 @@ native.load("{NAME}")
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert log.read_text().split() == [NAME]
+
+
+def gives_up() -> None:
+    raise ConnectionError("nobody needs it any more")
+
+
+def test_who_waits_for_a_compilation_may_give_up_at_any_time(folder: Path) -> None:
+    """And what was begun is there for whoever asks next."""
+    ended = threading.Event()
+
+    def make() -> bytes:
+        assert ended.wait(60)
+        return b"code"
+
+    looks = iter([lambda: None, lambda: None, gives_up])
+    with pytest.raises(ConnectionError):
+        native.cached("slow", make, lambda: next(looks)())
+    assert not (folder / "slow").exists()
+    ended.set()
+    for thread in threading.enumerate():
+        if thread.name == "mgpu compiler":
+            thread.join(60)
+    assert native.cached("slow", bytes) == b"code"
+
+
+def test_who_waits_for_another_process_may_give_up_too(folder: Path) -> None:
+    with native._only_one(folder / "slow", None), pytest.raises(ConnectionError):
+        native.cached("slow", bytes, gives_up)
+
+
+def test_an_error_of_the_compilation_is_raised_where_it_is_waited_for(folder: Path) -> None:
+    def make() -> bytes:
+        raise ValueError("this is no kernel")
+
+    with pytest.raises(ValueError, match="no kernel"):
+        native.cached("bad", make, lambda: None)
 
 
 def test_a_changed_source_is_another_folder(tmp_path: Path) -> None:
