@@ -86,7 +86,7 @@ class Segment:
     def attach(self, fd: int) -> Segment:
         """Map a peer's segment, laid out like this one, given its descriptor, which now belongs to the new segment."""
         size = os.fstat(fd).st_size
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        sealed = is_sealed(fd)
         if size != self.nbytes or not sealed:
             os.close(fd)
             raise ValueError(
@@ -285,6 +285,11 @@ def available() -> int:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     left = cgroup.memory_left()
     return free if left is None else min(free, left)
+
+
+def is_sealed(fd: int) -> bool:
+    """Whether a memfd keeps its size, so that what is mapped of it stays there."""
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
 
 
 def parse_bytes(text: str, name: str) -> int:

@@ -22,8 +22,8 @@ from types import FrameType
 from collectives.call import describe
 from collectives.deadlock import Doing
 from collectives.host import arenas
-from collectives.memory import PAGE, Segment
-from collectives.region import CLOSED, FAILED, Member, Region
+from collectives.memory import Segment, is_sealed
+from collectives.region import CLOSED, FAILED, Member, Region, region_bytes
 
 _RECENT = 3  # calls of each rank that are told
 
@@ -55,7 +55,7 @@ def runs() -> dict[int, list[Seat]]:
     found: dict[int, dict[tuple[int, int], Seat]] = {}
     seen = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
+        with suppress(OSError, MemoryError):  # it has ended, is another user's, or there is no room to map its memory
             for path in Path(f"/proc/{process}/fd").iterdir():
                 if os.readlink(path).startswith("/memfd:mgpu"):
                     inode = path.stat().st_ino
@@ -67,17 +67,16 @@ def runs() -> dict[int, list[Seat]]:
 
 
 def _seats(path: Path) -> list[Seat]:
-    """Those who live in one rank's memory."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    nbytes = os.fstat(descriptor).st_size
-    if nbytes < PAGE:
-        os.close(descriptor)
-        return []
-    segment = Segment(descriptor, 0, 0, nbytes)
+    """Those who live in one rank's memory; nobody in a file that only has its name."""
+    with open(path, "r+b", buffering=0) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        found = [(start, room, Region.member_in(file.fileno(), start)) for start, room in arenas(nbytes)]
+        if not is_sealed(file.fileno()) or not any(member for _, _, member in found):
+            return []
+        segment = Segment(os.dup(file.fileno()), 0, 0, nbytes)
     seats = []
-    for arena, (start, _) in enumerate(arenas(nbytes)):
-        member = Region(segment, start, 1).member
-        if member is not None:
+    for arena, (start, room, member) in enumerate(found):
+        if member is not None and member.size > 0 and region_bytes(member.size) <= room:
             region = Region(segment, start, member.size)
             if arena == 0 or region.state != CLOSED:
                 seats.append(Seat(member, arena, region))

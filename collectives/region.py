@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -111,12 +112,20 @@ class Region:
         self._words[first + 1 : first + 1 + len(member)] = member
         self._words[first] = _MARK
 
+    @staticmethod
+    def member_in(descriptor: int, offset: int) -> Member | None:
+        """Whose region begins at an offset of a segment that is not mapped: where nobody has moved in, a look at a
+        mapped page would take memory."""
+        nbytes = 8 * (1 + len(Member._fields))
+        found = os.pread(descriptor, nbytes, offset + _MEMBER).ljust(nbytes, b"\0")
+        mark, *words = np.frombuffer(found, np.int64).tolist()
+        return Member(*words) if mark == _MARK else None
+
     def leave(self, state: int, reason: dict[str, object]) -> None:
-        """Say that this member has failed or closed, and why."""
-        text = json.dumps(reason).encode()
-        if len(text) > _REASON_BYTES - 8:
-            reason = {**reason, "text": str(reason.get("text", ""))[:500]}
-            text = json.dumps(reason).encode()[: _REASON_BYTES - 8]
+        """Say that this member has failed or closed, and why, as far as there is room for the `text` of it."""
+        while len(text := json.dumps(reason).encode()) > _REASON_BYTES - 8:
+            words = str(reason["text"])
+            reason = {**reason, "text": words[: len(words) * 3 // 4]}
         self._bytes[_REASON + 8 : _REASON + 8 + len(text)] = np.frombuffer(text, np.uint8)
         self._words[_REASON // 8] = len(text)
         ctypes.c_uint32.from_address(self.address + _STATE).value = state

@@ -1,5 +1,6 @@
 """The flight recorder: a run that hangs is looked into from outside, and says by itself who is late."""
 
+import fcntl
 import os
 import re
 import signal
@@ -10,6 +11,8 @@ import time
 import pytest
 
 from collectives import recorder
+from collectives.memory import Segment
+from collectives.region import FAILED, Region
 
 HANGS = """
 import time
@@ -78,6 +81,32 @@ def test_a_hanging_run_is_looked_into_and_names_who_is_late(hanging, capsys):
     while "time.sleep(100)" not in seen:
         seen += hanging.stderr.readline()
     assert f"process {sleeper} is at:" in seen and "late: rank 2" in seen
+
+
+def test_files_that_only_have_the_name_are_nobody_s_run():
+    """Another program, or version, may have other ideas of what lies there; an error would end whom SIGUSR1 asks."""
+    mark = (0x7570676D).to_bytes(8, "little")
+    before = recorder.runs().keys()
+    for content in (b"", b"short", bytes(100), bytes(8) + mark, bytes(8) + mark + b"\x7f" * 32 + bytes(1 << 20)):
+        for seals in (0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL):
+            file = os.memfd_create("mgpu", os.MFD_ALLOW_SEALING)
+            os.write(file, content)
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+            descriptors = len(os.listdir("/proc/self/fd"))
+            assert recorder.runs().keys() <= before
+            assert len(os.listdir("/proc/self/fd")) == descriptors
+            os.close(file)
+
+
+@pytest.mark.parametrize("text", ["plain " * 1000, "日本語のエラー" * 300, "\0" * 5000, "🙂" * 3000, "", "ok"])
+def test_a_reason_is_cut_to_its_room_and_stays_readable(text):
+    segment = Segment.create(0, 0, 1 << 16)
+    region = Region(segment, 0, 2)
+    region.leave(FAILED, {"kind": "PeerLostError", "text": text})
+    found = region.reason()
+    assert region.state == FAILED and found["kind"] == "PeerLostError"
+    assert text.startswith(found["text"]) and len(found["text"]) >= min(len(text), 120)
+    segment.close()
 
 
 def test_no_run_and_no_such_run(capsys):
