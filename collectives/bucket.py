@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.arrays import Array
+from collectives.call import PremulSum
 from collectives.communicator import Communicator, Op
 from kernels.dtypes import DType, find
 
@@ -114,6 +115,7 @@ class Bucketer:
         self._shapes = [tuple(shape) for shape, _ in gradients]
         self._dtypes: list[DType] = [find(np.dtype(dtype)) for _, dtype in gradients]
         self._bytes = bucket_bytes, first_bucket_bytes
+        self._alone = comm.size == 1 and not isinstance(op, PremulSum)  # then every gradient is its own sum
         self._arrivals: list[int] = []
         self.rebuilt = False
         self.unused: list[int] = []
@@ -165,7 +167,7 @@ class Bucketer:
     def _start_complete(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
-            if self._comm.size > 1 and bucket.flat.size:
+            if bucket.flat.size and not self._alone:
                 bucket.finish = self.hook.start(self._comm, bucket)
             self._next += 1
 

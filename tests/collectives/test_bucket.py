@@ -10,7 +10,7 @@ import pytest
 from crew import Crews
 from expected import same_bits
 
-from collectives import Bucketer, Communicator
+from collectives import Bucketer, Communicator, premul_sum
 
 SHAPES: list[tuple[tuple[int, ...], str]] = [
     ((7,), "float32"), ((3, 4), "float32"), ((), "float32"), ((100, 30), "float32"), ((5,), "float64"),
@@ -54,6 +54,19 @@ def test_sums(crew: Crews, size: int) -> None:
 
 def test_averages(crew: Crews) -> None:
     assert crew(steps, 2, (4096, 512, "avg")) == [[], []]
+
+
+def scaled(comm: Communicator) -> list[float]:
+    bucketer = Bucketer(comm, [((3,), "float32")], op=premul_sum(0.5))
+    bucketer.views[0][...] = 4
+    bucketer.ready(0)
+    bucketer.finish()
+    return bucketer.views[0].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_scaled_sums_of_one_rank_are_scaled_too(crew: Crews, size: int) -> None:
+    assert crew(scaled, size) == [[2.0 * size] * 3] * size
 
 
 def order_of_arrival(comm: Communicator) -> list[Any]:
