@@ -118,8 +118,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def scale_bits(scale: float, dtype: DType) -> int:
     """What the kernels take as a scale: a float64's bits, or an integer for integer types."""
     if dtype.kind in ("int", "uint"):
-        if scale != int(scale):
-            raise ValueError(f"premul_sum({scale}) of {dtype.name}: the scale of an integer type must be an integer")
+        if not -(2**63) <= scale < 2**63 or scale != int(scale):  # NaN is in no range
+            raise ValueError(
+                f"premul_sum({scale}) of {dtype.name}: the scale of an integer type must be an integer of 64 bits"
+            )
         return int(scale)
     bits: int = struct.unpack("<q", struct.pack("<d", scale))[0]
     return bits

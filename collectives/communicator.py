@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +85,7 @@ class Communicator:
         self._plans: dict[tuple[Any, ...], Callable[..., None]] = {}  # of all_reduce in place, by address and terms
         self._seen: set[tuple[Any, ...]] = set()
         self._group: tuple[list[Message], list[Message]] | None = None
+        self._parent: Communicator | None = None
         self._finalizer = weakref.finalize(self, backend.close)  # for whoever drops it without closing it
         _alive.add(self)
 
@@ -406,11 +408,16 @@ class Communicator:
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """A communicator of the ranks that give the same color, ordered by (key, rank); None for those that give None.
 
-        All ranks call it together. Close it, by `close` or `with`, when it is done with.
+        All ranks call it together. Close it, by `close` or `with`, when it is done with. It keeps this one alive.
         """
+        color = None if color is None else index(color)  # NumPy's integers, too
         with self._lock:
-            child = self._backend.split(color, self.rank if key is None else key)
-        return None if child is None else type(self)(child)
+            engine = self._backend.split(color, self.rank if key is None else index(key))
+        if engine is None:
+            return None
+        child = type(self)(engine)
+        child._parent = self  # without which the garbage collector would close both: `comm = comm.split(0)`
+        return child
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give up: the calls of this rank and of its peers, under way or yet to come, raise."""
@@ -573,6 +580,7 @@ class Communicator:
         counts: tuple[int, ...] | None = None,
         algorithm: str | None = None,
     ) -> Prepared:
+        root = index(root)  # `make_call` takes 0 and 0.0 for the same
         if not 0 <= root < self.size:
             raise ValueError(f"root {root} is not a rank; this communicator has ranks 0 to {self.size - 1}")
         some = source if source is not None else target
@@ -635,7 +643,7 @@ class Communicator:
         return [rows // self.size] * self.size
 
     def _checked(self, counts: Sequence[int], own: int | None, what: str) -> list[int]:
-        given = [int(count) for count in counts]
+        given = [index(count) for count in counts]
         if len(given) != self.size or min(given) < 0:
             raise ValueError(f"counts {given}: expected {self.size} numbers of rows, none negative, one for each rank")
         if own is not None and given[self.rank] != own:
@@ -649,6 +657,7 @@ class Communicator:
         return self._backend.view(out, "out", writable=True), self._peer(src), _tag(tag)
 
     def _peer(self, rank: int) -> int:
+        rank = index(rank)
         if not 0 <= rank < self.size:
             raise ValueError(f"rank {rank} does not exist; this communicator has ranks 0 to {self.size - 1}")
         return rank

@@ -3,6 +3,7 @@ and what it says to mistakes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -348,6 +349,38 @@ def test_broadcast_object_of_what_json_does_not_hold() -> None:
 
 
 # Mistakes, and one's own algorithms
+
+
+def numbers_that_are_none(comm: Communicator) -> list[str]:
+    """A number that is no integer is refused, and leaves no trace in the calls that follow."""
+    x = np.ones(2 * comm.size, np.int32)
+    calls: list[Callable[[], object]] = [
+        lambda: comm.broadcast(x, root=0.0),  # type: ignore[arg-type]
+        lambda: comm.all_gather(x, counts=[2.5] * comm.size),  # type: ignore[list-item]
+        lambda: comm.signal(0.0),  # type: ignore[arg-type]
+        lambda: comm.send(x, 0.0),  # type: ignore[arg-type]
+        lambda: comm.split(0.5),  # type: ignore[arg-type]
+        lambda: comm.all_reduce(x, premul_sum(2**70)),
+        lambda: comm.all_reduce(x, premul_sum(math.nan)),
+        lambda: comm.all_reduce(x, premul_sum(math.inf)),
+    ]
+    wrong = []
+    for i, call in enumerate(calls):
+        try:
+            call()
+            wrong.append(f"call {i} went through")
+        except (TypeError, ValueError):
+            pass
+    for root in (0, np.int64(0), np.uint8(0)):
+        comm.broadcast(x, root=root)  # type: ignore[arg-type]
+    rows = np.full(comm.size, 2)
+    if comm.reduce_scatter(x, counts=rows).tolist() != [comm.size] * 2:  # type: ignore[arg-type]
+        wrong.append("counts as an array")
+    return wrong
+
+
+def test_numbers_that_are_none(crew: Crews) -> None:
+    assert crew(numbers_that_are_none, 2) == [[], []]
 
 
 def mistakes(comm: Communicator) -> dict[str, str]:

@@ -3,7 +3,11 @@ memory, which is used again only when nobody can tell."""
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -187,6 +191,38 @@ def ended_by_an_error(comm: Communicator) -> list[str]:
 
 def test_failed_ones_give_way_too(crew: Crews) -> None:
     assert crew(ended_by_an_error, 2) == [["CollectiveMismatchError"] * (ARENAS // 2 + 1)] * 2
+
+
+def drops_its_parent(comm: Communicator) -> list[float]:
+    """What a communicator was split from lives as long as it does, though nobody else keeps it."""
+    child = comm.split(np.int64(0), key=np.int32(-comm.rank))  # type: ignore[arg-type]
+    assert child is not None and child.rank == comm.size - 1 - comm.rank
+    child = child.split(0)
+    gc.collect()
+    assert child is not None
+    with child:
+        return child.all_reduce(np.ones(2)).tolist()  # type: ignore[no-any-return]
+
+
+def test_a_communicator_keeps_its_parent(crew: Crews) -> None:
+    assert crew(drops_its_parent, 2) == [[2.0, 2.0]] * 2
+
+
+WORLD = """
+import gc, sys
+import numpy as np
+import collectives
+
+comm = collectives.init(rank=int(sys.argv[1]), size=2, address=sys.argv[2], timeout=60)
+comm = comm.split(0)
+gc.collect()
+assert comm.all_reduce(np.ones(2)).tolist() == [2.0, 2.0]
+"""
+
+
+def test_the_world_lives_on_in_its_parts(tmp_path: Path) -> None:
+    ranks = [subprocess.Popen([sys.executable, "-c", WORLD, str(rank), f"unix:{tmp_path}"]) for rank in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
 
 
 def parents_array(comm: Communicator) -> list[float]:
