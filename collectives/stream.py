@@ -104,7 +104,7 @@ class Streams:
 
     def _turn(self, work: dict[tuple[int, bool], deque[Iterator[Waiting]]]) -> None:
         """Advance the first message of every stream in turn until all are done."""
-        rounds = 0
+        rounds, moves = 0, 0  # the rounds in which nothing has moved
         alone = False  # whether one stream is left: its end then waits by itself, and nothing else goes on meanwhile
         with Watch(self._shm, lambda: "a send or recv") as watch:
             while work:
@@ -117,11 +117,11 @@ class Streams:
                     if waiting is not None:
                         blocked.append(waiting)
                         continue
-                    rounds = 0
                     queue.popleft()
                     if not queue:
                         del work[stream]
-                rounds += 1
+                before, moves = moves, sum(waiting.moves for waiting in blocked)
+                rounds = rounds + 1 if moves == before else 1
                 if len(work) > 1 and rounds > 20:  # let others have the core, then sleep
                     os.sched_yield() if rounds < 200 else time.sleep(0.0002)
                 if blocked and (alone or rounds % 250 == 0):
@@ -158,7 +158,7 @@ class _End:
         )
         self._shm, self.peer, self._sending = shm, peer, sending
         self._encoded = Encoded.of(stream_program(), self._link.rank)
-        self._execute = shm.load("execute").call
+        self._execute = shm.kernel("execute").call
         self._header = np.zeros(_HEADER_WORDS, np.int64)
         self._jobs: dict[tuple[DType, int], Job] = {}
         self._messages = 0
