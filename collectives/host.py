@@ -51,7 +51,7 @@ class Host:
         wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)
         scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
         answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([wanted, scratch]).encode())]
-        world = min(heap for heap, _ in answers) // (_SHARE * PAGE) * (_SHARE * PAGE)
+        world = max(1, min(heap for heap, _ in answers) // (_SHARE * PAGE)) * (_SHARE * PAGE)
         self.scratch = int(answers[0][1])  # bytes; 0 to let its size follow from the number of ranks
         own = Segment.create(0, 0, world * (1 + ARENAS // _SHARE))
         with ExitStack() as undo:

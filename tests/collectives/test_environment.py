@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import collectives
 from collectives.environment import first_host, place, standing
 from collectives.place import endpoint
 
@@ -174,3 +175,17 @@ def test_the_launching_process_is_found_through_shells_between(shells):
     nearest, parent = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout.split()
     assert nearest == str(os.getpid())
     assert (parent == nearest) == (shells == 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("MGPU_HEAP", "1K", "MGPU_HEAP to a larger size"),
+        ("MGPU_HEAP", "1M", "MGPU_HEAP to a larger size"),
+        ("MGPU_STALL", "soon", "MGPU_STALL='soon' is not a number of seconds"),
+    ],
+)
+def test_settings_that_cannot_be(monkeypatch: pytest.MonkeyPatch, name: str, value: str, error: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises((MemoryError, ValueError), match=error):
+        collectives.init(rank=0, size=1)
