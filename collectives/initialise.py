@@ -130,7 +130,11 @@ def _join(place: Place, backend: str, engine_class: type[Shm], on_gpu: Callable[
         undo.callback(host.close)
         control = engine_class(host, range(meeting.size), 0, place.timeout)
         meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
-        engine = on_gpu(backend, control) if backend in ON_GPU else control
+        try:
+            engine = on_gpu(backend, control) if backend in ON_GPU else control
+        except BaseException as error:
+            control.fail(error)  # for those who wait for this rank in there
+            raise
         undo.pop_all()
     return engine
 

@@ -187,6 +187,10 @@ class Driver:
         """A stream that waits for no other, the default one included."""
         return int(call(cu.cuStreamCreate, int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 
+    def drop_stream(self, stream: int) -> None:
+        """Give a stream of `new_stream` back, when what it has been given has ended."""
+        call(cu.cuStreamDestroy, stream)
+
     def synchronize(self, stream: int) -> None:
         """Wait, on the host, for what has been put into a stream."""
         call(cu.cuStreamSynchronize, stream)
@@ -228,5 +232,5 @@ class Driver:
         with self:
             for module in self._modules:
                 call(cu.cuModuleUnload, module)
-            call(cu.cuStreamDestroy, self._stream)
+            self.drop_stream(self._stream)
         call(cu.cuDevicePrimaryCtxRelease, self._handle)

@@ -512,6 +512,7 @@ class Cuda(OnDevice):
             driver.free(self._job_memory)
             driver.unregister(self._panels.ctypes.data)
             driver.drop_event(self._last)
+            driver.drop_stream(self._side)
 
 
 def _raise_problems(kind: type[Exception], problems: Sequence[str], undo: Callable[[], object]) -> None:

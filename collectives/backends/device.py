@@ -303,6 +303,7 @@ class _Running(Pending):
 
     def __init__(self, engine: OnDevice, event: int, keep: Any) -> None:
         self._engine, self._event, self._keep = engine, event, keep
+        weakref.finalize(self, _drop_event, engine.driver, event).atexit = False
         self._begun, self._ended = time.monotonic_ns(), 0
 
     def wait(self) -> None:
@@ -327,6 +328,11 @@ class _Running(Pending):
 
 def _on_host(source: Any, target: Any) -> bool:
     return not isinstance(source, DeviceArray) and not isinstance(target, DeviceArray)
+
+
+def _drop_event(driver: Driver, event: int) -> None:
+    with driver:
+        driver.drop_event(event)
 
 
 def _free(driver: Driver, address: int) -> None:

@@ -200,6 +200,9 @@ class FakeDriver:
     def drop_event(self, event: int) -> None:
         del self._events[event]
 
+    def drop_stream(self, stream: int) -> None:
+        self.log.append(("drop", stream))
+
     def close(self) -> None:
         self._streams.clear()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -23,8 +25,10 @@ from fakegpu import FakeDriver, on_gpu
 
 from collectives.backends import cuda
 from collectives.backends.cuda import Layout
+from collectives.backends.shm import Shm
 from collectives.device_arrays import DeviceArray
-from collectives.initialise import join_all
+from collectives.environment import place as standing
+from collectives.initialise import _join, join_all
 from kernels import driver as real
 from kernels import grid
 
@@ -132,6 +136,13 @@ def streams_and_graphs(comm: Communicator) -> None:
     work.wait()
     assert driver.log[-1][:2] == ("wait", 4)
     assert set(driver.values(z)) == {12.0} and work.done()
+    events = len(driver._events)
+    for _ in range(3):
+        gpu.all_reduce(z, "max", out=z, async_op=True).wait()
+    del work
+    gc.collect()
+    driver.synchronize(4)
+    assert len(driver._events) == events - 1, "an event goes with its call"
 
     # A graph is captured once and replayed; the epochs go on by themselves, and other calls fit between.
     graph = driver.capture(3)
@@ -146,6 +157,7 @@ def streams_and_graphs(comm: Communicator) -> None:
         driver.synchronize(3)
     assert set(driver.values(x)) == {96.0} and not driver.errors
     gpu.close()
+    assert ("drop", side) in driver.log
 
 
 def test_streams_are_honoured_and_graphs_replayed() -> None:
@@ -177,6 +189,29 @@ def test_ranks_of_one_process_are_driven_by_one_thread(shared: bool, monkeypatch
         assert list(threads.map(on_the_host, comms)) == [[2, 12, 2]] * 2
         list(threads.map(Communicator.close, comms))
     assert not one.errors
+
+
+def test_who_has_no_gpu_is_not_waited_for() -> None:
+    """One rank's error in init is everybody's, though its process lives on."""
+    address = f"unix:{secrets.token_hex(16)}"
+
+    def engine(control: Shm) -> Shm:
+        if control.rank == 1:
+            raise RuntimeError("there is no GPU here")
+        control.gather_bytes(b"")
+        return control
+
+    def join(rank: int) -> str:
+        try:
+            _join(standing(rank, 2, address, timeout=60.0), "cuda", Shm, engine)
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(join, range(2))
+    assert second == "there is no GPU here"
+    assert "rank 1 gave up: RuntimeError: there is no GPU here" in first
 
 
 def without_peer_access(comm: Communicator) -> list[str]:
