@@ -4,6 +4,7 @@ neither Numba nor a compiler."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -12,11 +13,13 @@ from kernels import native
 _COMPILERS = ("numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvjitlink-cu12", "nvidia-nvjitlink")
 
 
-def load(dtype: str, operation: str, capability: tuple[int, int]) -> bytes:
-    """The kernel `execute` (see `kernels.targets.cuda.compile_kernel`) for one compute capability."""
+def load(dtype: str, operation: str, capability: tuple[int, int], meanwhile: Callable[[], None] | None = None) -> bytes:
+    """The kernel `execute` (see `kernels.targets.cuda.compile_kernel`) for one compute capability; `meanwhile` as for
+    `native.cached`."""
     return native.cached(
         f"{dtype}-{operation}-sm{capability[0]}{capability[1]}-{_compilers()}.cubin",
         lambda: _compile(dtype, operation, capability),
+        meanwhile,
     )
 
 

@@ -353,7 +353,7 @@ class Cuda(OnDevice):
         """The kernel for a call's dtype and reduction; what only copies needs any."""
         terms = (call.dtype.name, call.op) if call.reduces else ("uint8", "max")
         if terms not in self._kernels:
-            code = cubin.load(*terms, self.driver.capability)
+            code = cubin.load(*terms, self.driver.capability, self.control.look_out)
             self._kernels[terms] = kernel = self.driver.load(code, "execute", grid.MOST_LANES)
             assert kernel.most_blocks >= self.channels, "a block of the most lanes fits into a multiprocessor"
         return self._kernels[terms]

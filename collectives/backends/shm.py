@@ -204,13 +204,14 @@ class Shm(Backend):
         return job
 
     def kernel(self, name: str, peers: Sequence[int] | None = None) -> native.Native:
-        """A compiled function. Compiling it may take seconds, in which this rank looks after `peers`, or all.
+        """A compiled function. While it compiles, which may take seconds, this rank looks after `peers`, or all."""
+        return self.load(name, lambda: self.look_out(peers))
 
-        Raises PeerLostError for one that dies or closes meanwhile, and what a rank gives up with.
-        """
-        awaited = range(self.size) if peers is None else peers
+    def look_out(self, peers: Sequence[int] | None = None) -> None:
+        """To be called every now and then while this rank compiles: raises PeerLostError for one of `peers`, or of all,
+        that has died or closed, and what a rank gave up with."""
         try:
-            return self.load(name, lambda: self._lookout.see(awaited))
+            self._lookout.see(range(self.size) if peers is None else peers)
         except CollectiveError as error:
             self._refuse(error)
 

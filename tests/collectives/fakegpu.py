@@ -240,6 +240,6 @@ class FakeDriver:
 
 def on_gpu(comm: Communicator, **options: Any) -> tuple[Communicator, FakeDriver]:
     """A communicator of fake GPUs beside one of processes on a host."""
-    cuda.cubin.load = lambda dtype, operation, capability: f"{dtype}-{operation}".encode()  # type: ignore[assignment]
+    cuda.cubin.load = lambda dtype, operation, *_: f"{dtype}-{operation}".encode()  # type: ignore[assignment]
     driver = FakeDriver(**options)
     return Communicator(cuda.Cuda(comm._backend, driver)), driver  # type: ignore[arg-type]

@@ -166,7 +166,7 @@ def test_streams_are_honoured_and_graphs_replayed() -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a GPU each", "one GPU"])
 def test_ranks_of_one_process_are_driven_by_one_thread(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda.cubin, "load", lambda dtype, operation, capability: f"{dtype}-{operation}".encode())
+    monkeypatch.setattr(cuda.cubin, "load", lambda dtype, operation, *_: f"{dtype}-{operation}".encode())
     one = FakeDriver()
     drivers = [one, one] if shared else [one, FakeDriver(1)]
     comms = join_all(drivers, timeout=20.0)
