@@ -201,6 +201,15 @@ class Channel:
         del self._inbox[: end + _TAG]
         return kind, payload
 
+    def is_closed(self) -> bool:
+        """Whether the other end has closed, or is gone, and what it sent before has been read."""
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def take_descriptors(self) -> list[int]:
         """The descriptors that came with the frames received; they are the caller's to close."""
         descriptors, self.descriptors = self.descriptors, []

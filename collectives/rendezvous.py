@@ -109,6 +109,7 @@ class Meeting:
         self._star = star
         self._local = local  # the star of this host's ranks; None if this rank is alone there
         self._pidfds = {peer.pidfd: peer.rank for peer in peers if peer.pidfd is not None}
+        self._without = {peer.rank for peer in peers if peer.local and peer.pidfd is None and peer.rank != self.rank}
 
     def exchange(self, payload: bytes, timeout: float | None = None) -> list[bytes]:
         """Every rank's payload, by rank; at most MAX_PAYLOAD bytes each, and MAX_FRAME together.
@@ -144,9 +145,15 @@ class Meeting:
         return [found.get(rank) for rank in range(self.size)]
 
     def lost(self) -> list[int]:
-        """Same-host ranks whose process has ended, whether it had closed its meeting or not. Costs one poll."""
-        ended = wait_for(self._pidfds, 0.0)
-        return sorted(self._pidfds[pidfd] for pidfd in ended)
+        """Same-host ranks whose process has ended, whether it had closed its meeting or not. Costs one poll.
+
+        Where there are no pidfds, as in some sandboxes, the hub knows by their sockets, and the others know of the hub.
+        """
+        ended = {self._pidfds[pidfd] for pidfd in wait_for(self._pidfds, 0.0)}
+        if self._without and self._local:
+            channels = self._local.channels
+            ended |= {rank for rank in self._without & channels.keys() if channels[rank].is_closed()}
+        return sorted(ended)
 
     def fail(self, error: CollectiveError) -> None:
         """Tell the other ranks why this one gives up: their calls raise an error of the same class and text."""
