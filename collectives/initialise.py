@@ -178,9 +178,11 @@ def _host_engine(backend: str) -> type[Shm]:
 
 def _share_processors(meeting: Meeting) -> None:
     answers = [json.loads(mask) for mask in meeting.exchange(json.dumps(sorted(os.sched_getaffinity(0))).encode())]
-    here = [peer.rank for peer in meeting.peers if peer.local or peer.rank == meeting.rank]
-    masks = [answers[rank] for rank in here]
-    threads.limit(threads.share(masks, here.index(meeting.rank), cgroup.cpu_quota()))
+    masks: dict[object, list[int]] = {os.getpid(): answers[meeting.rank]}  # of processes: pools are theirs, not ranks'
+    for peer in meeting.peers:
+        if peer.local and peer.rank != meeting.rank:  # one without a pidfd may be numbered in another namespace
+            masks[peer.pid if peer.pidfd is not None else f"rank {peer.rank}"] = answers[peer.rank]
+    threads.limit(threads.share(list(masks.values()), 0, cgroup.cpu_quota()))
 
 
 def _mpi_is_meant() -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator
+from collectives import Communicator, threads
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -185,9 +185,9 @@ def test_ranks_of_one_process_are_driven_by_one_thread(shared: bool, monkeypatch
         comm.barrier()
         return [half.size, *shape, int(comm.all_reduce(np.ones(1))[0])]
 
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(on_the_host, comms)) == [[2, 12, 2]] * 2
-        list(threads.map(Communicator.close, comms))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(on_the_host, comms)) == [[2, 12, 2]] * 2
+        list(pool.map(Communicator.close, comms))
     assert not one.errors
 
 
@@ -208,10 +208,21 @@ def test_who_has_no_gpu_is_not_waited_for() -> None:
             return str(error)
         return "no error"
 
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(join, range(2))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(join, range(2))
     assert second == "there is no GPU here"
     assert "rank 1 gave up: RuntimeError: there is no GPU here" in first
+
+
+def test_ranks_of_one_process_have_the_pools_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(threads, "limit", counts.append)
+    address = f"unix:{secrets.token_hex(16)}"
+    with ThreadPoolExecutor(2) as pool:
+        engines = pool.map(lambda r: _join(standing(r, 2, address, timeout=60.0), "shm", Shm, lambda _: _), range(2))
+        for engine in engines:
+            engine.close()
+    assert counts == [threads.here(1)] * 2
 
 
 def without_peer_access(comm: Communicator) -> list[str]:
