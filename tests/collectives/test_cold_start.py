@@ -21,7 +21,8 @@ def lost(found: dict[int, Outcome]) -> None:
     assert sorted(found) == [0, 2]
     for outcome in found.values():
         assert outcome.kind == "PeerLostError", outcome
-        assert outcome.text.startswith("while this rank compiled kernels: rank 1 (process "), outcome
+        assert outcome.text.startswith("while this rank compiled kernels: "), outcome
+        assert "rank 1 (process " in outcome.text  # as it saw, or as the other survivor told it
         assert 0 <= outcome.seconds < SOON
     print("survivors raised after", *(f"{outcome.seconds:.2f} s" for outcome in found.values()))
 
