@@ -195,7 +195,7 @@ def test_who_has_no_gpu_is_not_waited_for() -> None:
     """One rank's error in init is everybody's, though its process lives on."""
     address = f"unix:{secrets.token_hex(16)}"
 
-    def engine(control: Shm) -> Shm:
+    def engine(_: str, control: Shm) -> Shm:
         if control.rank == 1:
             raise RuntimeError("there is no GPU here")
         control.gather_bytes(b"")
@@ -219,8 +219,8 @@ def test_ranks_of_one_process_have_the_pools_of_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(threads, "limit", counts.append)
     address = f"unix:{secrets.token_hex(16)}"
     with ThreadPoolExecutor(2) as pool:
-        engines = pool.map(lambda r: _join(standing(r, 2, address, timeout=60.0), "shm", Shm, lambda _: _), range(2))
-        for engine in engines:
+        places = [standing(rank, 2, address, timeout=60.0) for rank in range(2)]
+        for engine in list(pool.map(lambda place: _join(place, "shm", Shm, lambda _, control: control), places)):
             engine.close()
     assert counts == [threads.here(1)] * 2
 
