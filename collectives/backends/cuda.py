@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kernels.driver import Driver, Kernel
 
 CHANNELS = 16  # blocks of a launch, at most
+SCRATCH_BYTES = 16 << 20  # of a rank, for arrays outside symmetric memory; MGPU_SCRATCH of rank 0 changes it
 JOB_BYTES = 8 << 20  # for the jobs of the calls that are kept
 LOOK = 0.05  # seconds between two looks at the peers
 _FAREWELL = 1.0  # seconds that a rank waits for the others to close, to give memory back that they see
@@ -172,7 +173,7 @@ class Cuda(OnDevice):
         self._kernels: dict[tuple[str, str], Kernel] = {}
         self._staged = False
         self._host_arena: list[Any] = []  # every rank's, where GPUs do not reach each other
-        layout = Layout(self.size, self.channels, control.host.scratch // SLOTS // _LINE * _LINE)
+        layout = Layout(self.size, self.channels, (control.host.scratch or SCRATCH_BYTES) // SLOTS // _LINE * _LINE)
         with driver:
             panel = driver.register(self._panels.ctypes.data, PAGE)
             self._arena, self._staged = self._share_arena(layout)

@@ -181,7 +181,6 @@ def test_the_launching_process_is_found_through_shells_between(shells):
     ("name", "value", "error"),
     [
         ("MGPU_HEAP", "1K", "MGPU_HEAP to a larger size"),
-        ("MGPU_HEAP", "1M", "MGPU_HEAP to a larger size"),
         ("MGPU_STALL", "soon", "MGPU_STALL='soon' is not a number of seconds"),
     ],
 )
