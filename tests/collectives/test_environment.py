@@ -180,7 +180,7 @@ def test_the_launching_process_is_found_through_shells_between(shells):
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("MGPU_HEAP", "1K", "MGPU_HEAP to a larger size"),
+        ("MGPU_HEAP", "1K", "MGPU_HEAP is too small"),
         ("MGPU_STALL", "soon", "MGPU_STALL='soon' is not a number of seconds"),
     ],
 )
