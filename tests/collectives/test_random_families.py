@@ -124,10 +124,8 @@ def check(size: int, calls: int, seed: int) -> None:
         assert late["KiB"] < early["KiB"] + (48 << 10)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_random_collectives_over_random_families() -> None:
-    check(4, 300, seed=random.randrange(2**32))
+    check(3, 300, seed=random.randrange(2**32))
 
 
 @pytest.mark.slow

@@ -331,7 +331,7 @@ def one_dies(comm, bound):
         raise
 
 
-@pytest.mark.parametrize("bound", [None, 0])
+@pytest.mark.parametrize("bound", [pytest.param(None, marks=pytest.mark.slow), 0])
 def test_a_worker_that_dies_raises_on_the_others(bound, tmp_path, monkeypatch):
     monkeypatch.setenv("DIED", str(tmp_path / "rank"))
     with pytest.raises(collectives.CollectiveError):
