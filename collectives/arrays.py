@@ -17,8 +17,9 @@ from collectives.device_arrays import DeviceArray
 from kernels import dtypes, native
 
 Array = npt.NDArray[Any]
-_address_of = native.address_function()
-plain_address = native.address_function(plain=True)  # raises ValueError or BufferError if not C-contiguous and writable
+# They raise ValueError for an array that is not C-contiguous and aligned, `plain_address` for a read-only one too.
+plain_address = native.address_function(writable=True)
+readable_address = native.address_function(writable=False)
 
 
 def view(x: Any, role: str = "the array", writable: bool = False) -> Array:
@@ -64,11 +65,11 @@ def is_immutable(x: Any) -> bool:
 
 def address(array: Any) -> int:
     """Where a C-contiguous array's data begins."""
+    if isinstance(array, DeviceArray):
+        return array.address
     try:
-        return _address_of(array)
-    except (ValueError, BufferError, TypeError):  # a dtype that has no buffer format, or memory of a GPU
-        if isinstance(array, DeviceArray):
-            return array.address
+        return readable_address(array)
+    except ValueError:  # not aligned, say
         return int(array.__array_interface__["data"][0])
 
 

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from collectives import arrays
 from collectives.arrays import Array
-from collectives.backends.base import Backend, Pending
+from collectives.backends.base import Backend, Pending, Repeat
 from collectives.call import Call, PremulSum, make_call, scale_bits
 from collectives.errors import CollectiveError
 from kernels.dtypes import OPERATIONS, DType, find
@@ -47,6 +47,15 @@ class Prepared(NamedTuple):
     source: Array | None
     target: Array | None
     result: Callable[[], Any]
+
+
+class Again(NamedTuple):
+    """The short way of calls like one that was made: same terms, dtype and shape."""
+
+    run: Repeat
+    shape: tuple[int, ...] | None  # of the result, if the call made it
+    size: int  # elements of the result
+    in_place: bool  # whether source and target may be one
 
 
 class Work:
@@ -82,8 +91,8 @@ class Communicator:
         self.rank = backend.rank
         self.size = backend.size
         self._lock = threading.RLock()
-        self._plans: dict[tuple[Any, ...], Callable[..., None]] = {}  # of all_reduce in place, by address and terms
-        self._seen: set[tuple[Any, ...]] = set()
+        self._again: dict[tuple[Any, ...], Again] = {}  # by terms, dtype and shape
+        self._barrier_again: Repeat | None = None
         self._group: tuple[list[Message], list[Message]] | None = None
         self._parent: Communicator | None = None
         self._finalizer = weakref.finalize(self, backend.close)  # for whoever drops it without closing it
@@ -126,19 +135,12 @@ class Communicator:
         op: "sum", "prod", "min", "max", "avg" or `premul_sum(scale)`. A list of arrays goes as one message per dtype,
         and a list comes back (`out`: the same list, to reduce in place, or None).
         """
-        if out is x and type(x) is np.ndarray and not async_op:
-            # The way of most calls, short: in place, at an address where the same call was made before.
-            try:
-                run = self._plans[arrays.plain_address(x), x.size, x.dtype, op, algorithm]
-            except (KeyError, ValueError, BufferError):
-                self._remember(x, op, algorithm)
-            else:
-                with self._lock:
-                    run(x)
-                return x
+        terms = None if async_op else ("all_reduce", op, algorithm)
+        if (result := self._call_again(terms, x, out)) is not None:
+            return result
         if isinstance(x, (list, tuple)):
             return self._all_reduce_list(x, op, out, algorithm, async_op)
-        return self._make(self._all_reduce(x, op, out=out, algorithm=algorithm), async_op)
+        return self._make(self._all_reduce(x, op, out=out, algorithm=algorithm), async_op, terms, out)
 
     def reduce(
         self,
@@ -165,13 +167,20 @@ class Communicator:
     ) -> Any:
         """This rank's block of the reduction. `x`, the same shape everywhere, is split on axis 0: into equal blocks, or
         `counts[r]` rows for rank r. Returns an array (rows, ...)."""
-        return self._make(self._reduce_scatter(x, op, out=out, counts=counts, algorithm=algorithm), async_op)
+        terms = None if async_op or counts is not None else ("reduce_scatter", op, algorithm)
+        if (result := self._call_again(terms, x, out)) is not None:
+            return result
+        prepared = self._reduce_scatter(x, op, out=out, counts=counts, algorithm=algorithm)
+        return self._make(prepared, async_op, terms, out)
 
     # Copies
 
     def broadcast(self, x: Any, *, root: int = 0, algorithm: str | None = None, async_op: bool = False) -> Any:
         """Rank `root`'s x, on every rank, in place. (JAX arrays cannot be written: there the result is a new one.)"""
-        return self._make(self._broadcast(x, root=root, algorithm=algorithm), async_op)
+        terms = None if async_op else ("broadcast", root, algorithm)
+        if (result := self._call_again(terms, x, x)) is not None:
+            return result
+        return self._make(self._broadcast(x, root=root, algorithm=algorithm), async_op, terms, x)
 
     def all_gather(
         self,
@@ -183,7 +192,10 @@ class Communicator:
         async_op: bool = False,
     ) -> Any:
         """Every rank's x, joined on axis 0: (size * n, ...). With `counts`, rank r brings counts[r] rows."""
-        return self._make(self._all_gather(x, out=out, counts=counts, algorithm=algorithm), async_op)
+        terms = None if async_op or counts is not None else ("all_gather", None, algorithm)
+        if (result := self._call_again(terms, x, out)) is not None:
+            return result
+        return self._make(self._all_gather(x, out=out, counts=counts, algorithm=algorithm), async_op, terms, out)
 
     def gather(
         self,
@@ -224,10 +236,19 @@ class Communicator:
         """Block q of `x` (axis 0) goes to rank q, and what comes back is everybody's block for this rank, joined in
         rank order. Blocks are equal, or `counts[q]` rows go to rank q (each rank gives its own counts).
         """
-        return self._make(self._all_to_all(x, out=out, counts=counts, algorithm=algorithm), async_op)
+        terms = None if async_op or counts is not None else ("all_to_all", None, algorithm)
+        if (result := self._call_again(terms, x, out)) is not None:
+            return result
+        return self._make(self._all_to_all(x, out=out, counts=counts, algorithm=algorithm), async_op, terms, out)
 
     def barrier(self, *, algorithm: str | None = None, async_op: bool = False) -> Any:
         """Return when every rank has come."""
+        if not async_op and algorithm is None:
+            with self._lock:
+                if self._barrier_again is None:
+                    self._barrier_again = self._backend.repeat(self._barrier().call, None, None)
+                self._barrier_again(0, 0, None, None)
+            return None
         return self._make(self._barrier(algorithm), async_op)
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
@@ -440,20 +461,51 @@ class Communicator:
         target, result = self._target(x, out, source.shape, source.dtype)
         return self._prepared("all_reduce", source, target, result, source.size, op=op, algorithm=algorithm)
 
-    def _remember(self, x: Array, op: Op, algorithm: str | None) -> None:
-        """Plan an all-reduce in place that is made for the second time at this address, for those that follow."""
+    def _call_again(self, terms: tuple[Any, ...] | None, x: Any, out: Any) -> Any:
+        """The result of a call whose like was made before, the short way, if these arrays allow it; else None.
+
+        What the long way checks and derives is known from terms, dtype and shape, but for where the arrays lie.
+        """
+        if terms is None or type(x) is not np.ndarray:
+            return None
+        again = self._again.get((terms, x.dtype, x.shape))
+        if again is None:
+            return None
+        run, shape, size, in_place = again
         try:
-            key = arrays.plain_address(x), x.size, x.dtype, op, algorithm
-        except (ValueError, BufferError):
-            return
-        if key not in self._seen:
-            if len(self._seen) == _MOST_PLANS:
-                self._seen.clear()
-                self._plans.clear()
-            self._seen.add(key)
-            return
-        prepared = self._all_reduce(x, op, out=x, algorithm=algorithm)
-        self._plans[key] = self._backend.plan(prepared.call, x, x)
+            if out is x:
+                if not in_place:
+                    return None
+                start = end = arrays.plain_address(x)
+            else:
+                if out is None:
+                    if shape is None:
+                        return None
+                    out = np.empty(shape, x.dtype)
+                elif type(out) is not np.ndarray or out.dtype != x.dtype or out.size != size:
+                    return None
+                start, end = arrays.readable_address(x), arrays.plain_address(out)
+                if start < end + out.nbytes and end < start + x.nbytes:
+                    return None  # they overlap
+        except ValueError:
+            return None
+        with self._lock:
+            run(start, end, x, out)
+        return out
+
+    def _remember(self, terms: tuple[Any, ...], prepared: Prepared, out: Any) -> None:
+        """Give calls like this one their short way."""
+        call, source, target, _ = prepared
+        assert source is not None and target is not None
+        key, shape = (terms, source.dtype, source.shape), target.shape if out is None else None
+        known = self._again.get(key)
+        if known is None:
+            if len(self._again) == _MOST_AGAIN:
+                self._again.clear()
+            run = self._backend.repeat(call, source, target)
+            self._again[key] = Again(run, shape, target.size, call.collective in ("all_reduce", "broadcast"))
+        elif shape is not None:
+            self._again[key] = known._replace(shape=shape)
 
     def _reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None, **terms: Any) -> Prepared:
         source = self._backend.view(x, "x")
@@ -662,12 +714,15 @@ class Communicator:
             raise ValueError(f"rank {rank} does not exist; this communicator has ranks 0 to {self.size - 1}")
         return rank
 
-    def _make(self, prepared: Prepared, async_op: bool) -> Any:
+    def _make(self, prepared: Prepared, async_op: bool, terms: tuple[Any, ...] | None = None, out: Any = None) -> Any:
+        """Make a call. With `terms`, which with dtype and shape of x say all of it, its like goes the short way."""
         call, source, target, result = prepared
         with self._lock:
             if async_op:
                 return Work(self._backend.start(call, source, target), prepared)
             self._backend.run(call, source, target)
+            if terms is not None:
+                self._remember(terms, prepared, out)
         return result()
 
     def _messages(self, sends: list[Message], receives: list[Message]) -> None:
@@ -733,7 +788,7 @@ def _reduction(op: Op, dtype: DType) -> tuple[str, int]:
     return name, scale
 
 
-_MOST_PLANS = 1024
+_MOST_AGAIN = 1024
 _PLANNABLE = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier",
 )  # fmt: skip

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from collectives.contract import geometry
+from collectives.memory import LINE, slot_bytes
 from collectives.program import Enter, Move, Program, Signal, Wait
 
-SLOT_BYTES = 1 << 20  # of scratch, for a slice
 MOST_SLICES = 24  # more than these are not replayed one by one: each takes as long as the one before
 
 Seconds = float
@@ -84,16 +84,16 @@ class Topology:
         return [host for host, ranks in enumerate(self.hosts) for _ in range(ranks)]
 
 
-def predict(program: Program, nbytes: int, topology: Topology, *, slot_bytes: int = SLOT_BYTES) -> Seconds:
+def predict(program: Program, nbytes: int, topology: Topology, *, slot: int | None = None) -> Seconds:
     """The time from when all ranks call to when the last is through.
 
     `nbytes`: the size of the array that a rank holds, the longer of input and output (as nccl-tests counts). Scratch
-    has slots of `slot_bytes`. Raises ValueError if the topology has another number of ranks, or if the message takes
-    several slices and the program is for one.
+    has slots of `slot` bytes, or as the shm backend's. Raises ValueError if the topology has another number of ranks,
+    or if the message takes several slices and the program is for one.
     """
     if topology.size != program.size:
         raise ValueError(f"the topology has {topology.size} ranks, the program {program.size}")
-    lengths, step, slices = _cut(program, nbytes, slot_bytes)
+    lengths, step, slices = _cut(program, nbytes, slot)
     if slices > 1 and not program.pipelined:
         raise ValueError(f"{nbytes} bytes take {slices} slices, and {program!r} is for one")
     footprint = max(topology.hosts) * (nbytes + min(slices, program.slots) * program.cells * step)
@@ -111,18 +111,19 @@ def predict(program: Program, nbytes: int, topology: Topology, *, slot_bytes: in
     return ends[-1] + (max(lengths) / step - played) * (ends[-1] - ends[played // 2 - 1]) / (played - played // 2)
 
 
-def slices_of(program: Program, nbytes: int, slot_bytes: int = SLOT_BYTES) -> int:
+def slices_of(program: Program, nbytes: int, slot: int | None = None) -> int:
     """In how many slices a message goes."""
-    return _cut(program, nbytes, slot_bytes)[2]
+    return _cut(program, nbytes, slot)[2]
 
 
-def _cut(program: Program, nbytes: int, slot_bytes: int) -> tuple[list[int], int, int]:
+def _cut(program: Program, nbytes: int, slot: int | None) -> tuple[list[int], int, int]:
     """Every chunk's bytes, the bytes of a chunk in a slice, and the number of slices."""
     contract = program.contract
     count = nbytes // program.size if contract.terms.axes else nbytes
     lengths = geometry(contract, 0 if program.collective == "barrier" else count).lengths.tolist()
     longest = max(lengths, default=0)
-    step = max(64, slot_bytes // program.cells // 64 * 64) if program.cells else max(1, longest)
+    slot = slot_bytes(program.size) if slot is None else slot
+    step = max(LINE, slot // program.cells // LINE * LINE) if program.cells else max(1, longest)
     return lengths, step, max(1, -(-longest // step))
 
 

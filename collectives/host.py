@@ -11,6 +11,8 @@ import os
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, NamedTuple
 
 from collectives.memory import PAGE, Heap, Segment, heap_bytes, parse_bytes
@@ -19,10 +21,6 @@ from collectives.rendezvous import Meeting
 if TYPE_CHECKING:
     from collectives.backends.shm import Shm
 
-# Bytes of scratch that each rank of a communicator has for each rank. MGPU_SCRATCH of rank 0 sets the whole instead.
-# Small, so that it stays in the cache: with two ranks an all-reduce of 2 MB takes half the time that it takes through
-# 16 MB of scratch, one of 32 MB two thirds; from 256 to 1024 KB nothing changes.
-SCRATCH_PER_RANK = 128 << 10
 ARENAS = 32  # for sub-communicators that are alive at one time
 _SHARE = 4  # each has this fraction of the world's address space; the memory is sparse
 
@@ -50,8 +48,11 @@ class Host:
         self.meeting = meeting
         wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)
         scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
-        answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([wanted, scratch]).encode())]
-        world = max(1, min(heap for heap, _ in answers) // (_SHARE * PAGE)) * (_SHARE * PAGE)
+        cores = hex(sum(1 << core for core in os.sched_getaffinity(0)))
+        answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([wanted, scratch, cores]).encode())]
+        world = max(1, min(heap for heap, *_ in answers) // (_SHARE * PAGE)) * (_SHARE * PAGE)
+        # Together: a launcher may have bound each rank to a core of its own.
+        self.crowded = meeting.size > reduce(or_, (int(cores, 16) for *_, cores in answers)).bit_count()
         self.scratch = int(answers[0][1])  # bytes; 0 to let its size follow from the number of ranks
         own = Segment.create(0, 0, world * (1 + ARENAS // _SHARE))
         with ExitStack() as undo:

@@ -13,7 +13,7 @@ from collectives import cost
 from collectives.builder import algorithms
 from collectives.contract import COLLECTIVES
 from collectives.lowering import build
-from collectives.memory import parse_bytes
+from collectives.memory import SLOTS, parse_bytes
 from collectives.program import Buffer, Move, Program, Signal
 from collectives.verify import verify
 
@@ -130,7 +130,7 @@ def predict_main(argv: Sequence[str]) -> int:
     @cache
     def build_once(name: str, pipelined: bool) -> Program:
         memory = chosen.memory or "symmetric"
-        return _build(parser, chosen, name, topology.size, memory=memory, pipelined=pipelined)
+        return _build(parser, chosen, name, topology.size, memory=memory, slots=SLOTS, pipelined=pipelined)
 
     while size <= last:
         times = [_time(chosen, name, size, topology, build_once) for name in names]

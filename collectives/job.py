@@ -117,9 +117,11 @@ class Encoded:
 
 
 class Job:
-    """One call, ready to run: `execute(job.address, 0, 1, 0, 1)`.
+    """One call, ready to run: `execute_on(job.address, rank, source, target)`, with this rank's addresses.
 
-    `inputs` and `outputs` (int64, one address per rank) may be changed between runs, as may `descriptor`.
+    `inputs` and `outputs` (int64, one address per rank) may be changed between runs, as may `descriptor`. `bases` (one
+    address per rank): where each rank's memory begins that holds its arrays; who enters learns from the others'
+    descriptors where in it they are.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class Job:
         scale: int = 0,
         descriptor: Sequence[int] = (),
         channels: int = 1,
+        bases: Words | None = None,
     ) -> None:
         program = encoded.program
         longest = int(geometry.lengths.max(initial=0))
@@ -159,6 +162,7 @@ class Job:
             x.JOB_OUT_STARTS: geometry.outputs,
             x.JOB_SIGNALS_IN: encoded.signals_in,
             x.JOB_OPERANDS: operands,
+            **({} if bases is None else {x.JOB_BASES: bases}),
         }
         self.words = np.zeros(x.JOB_PLACE + channels * x.PLACE_WORDS, np.int64)
         self.words[x.JOB_LINK] = link.address
@@ -174,7 +178,18 @@ class Job:
         self.descriptor = self.words[x.JOB_DESCRIPTOR : x.JOB_DESCRIPTOR + len(descriptor)]
         self.descriptor[:] = descriptor
         self.address = int(self.words.ctypes.data)
+        self._bases = bases
         self._keep = link
+
+    def place(self, rank: int, source: int, target: int) -> None:
+        """Say where the arrays of `rank`, this one, are."""
+        self.inputs[rank], self.outputs[rank] = source, target
+        if self._bases is not None:
+            self.descriptor[-2:] = source - self._bases[rank], target - self._bases[rank]
+
+    def placed(self, rank: int) -> tuple[int, int]:
+        """Where they are."""
+        return int(self.inputs[rank]), int(self.outputs[rank])
 
     def restart(self) -> None:
         """Forget how far an unfinished run has come."""

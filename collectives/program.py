@@ -155,6 +155,11 @@ class Program:
         """The number of entries in the tables of lengths and positions (`contract.geometry` computes them)."""
         return self.contract.chunks
 
+    @cached_property
+    def fan_in(self) -> int:
+        """The most sources that a Move has."""
+        return max((len(step.srcs) for body in self.bodies for step in body if isinstance(step, Move)), default=0)
+
     def encode(self, rank: int) -> Words:
         """The body of `rank` as the executor reads it: flat int64 words, closed by END."""
         words: list[int] = []

@@ -14,6 +14,7 @@ from collectives.contract import Geometry, geometry
 from collectives.job import Encoded, Link
 from collectives.lowering import build
 from collectives.verify import verified
+from kernels.executor import MOST_SCALED
 
 
 def ready(collective: str, algorithm: str, size: int, rank: int, **options: Any) -> Encoded:
@@ -27,9 +28,9 @@ def ready(collective: str, algorithm: str, size: int, rank: int, **options: Any)
 
 def for_call(call: Call, link: Link, memory: str) -> tuple[Encoded, Geometry]:
     """This rank's part of the program for a call, the shorter one if one slice holds the message; and where the call's
-    chunks lie. Raises as `ready`."""
+    chunks lie. Raises as `ready`, and ValueError for a premul_sum that the algorithm makes too wide."""
     nbytes = call.count * call.dtype.itemsize
-    algorithm = call.algorithm or select.choose(call.collective, link.size, nbytes, memory)
+    algorithm = call.algorithm or select.choose(call.collective, link.size, nbytes, memory, call.op)
     for pipelined in (False, True):
         encoded = ready(
             call.collective, algorithm, link.size, link.rank,
@@ -40,6 +41,11 @@ def for_call(call: Call, link: Link, memory: str) -> tuple[Encoded, Geometry]:
         layout = geometry(contract, counts, call.dtype.itemsize)
         if link.fits_one_slice(encoded.program, layout, call.dtype):
             break
+    if call.op == "premul_sum" and encoded.program.fan_in > MOST_SCALED:
+        raise ValueError(
+            f"premul_sum by {algorithm} among {link.size} ranks reduces {encoded.program.fan_in} contributions at "
+            f"once, and {MOST_SCALED} can be scaled; choose another algorithm, such as ring"
+        )
     return encoded, layout
 
 

@@ -34,22 +34,22 @@ class Signals:
     def __init__(self, shm: Shm) -> None:
         self._shm = shm
         self._jobs: dict[tuple[int, bool], Job] = {}
-        self._execute = shm.kernel("execute").call
+        self._execute_on = shm.kernel("execute_on").call
 
     def send(self, peer: int) -> None:
         """One signal more for `peer`."""
-        self._execute(self._job(peer, True).address, 0, 1, 0, 1)
+        self._execute_on(self._job(peer, True).address, 0, 0, 0)
 
     def wait(self, peer: int) -> None:
         """Wait for the next signal of `peer`."""
         shm, job = self._shm, self._job(peer, False)
-        if self._execute(job.address, 0, 1, 0, 1) == DONE:
+        if self._execute_on(job.address, 1, 0, 0) == DONE:
             return
         with Watch(shm, lambda: f"wait_signal({peer})") as watch:
             while True:
                 waiting = None if shm.busy else Waiting(Doing.WAIT_SIGNAL, peer)
                 watch.look([peer], partial(shm.history, [peer]), waiting)
-                if self._execute(job.address, 0, 1, 0, 1) == DONE:
+                if self._execute_on(job.address, 1, 0, 0) == DONE:
                     return
 
     def _job(self, peer: int, sending: bool) -> Job:

@@ -158,7 +158,7 @@ class _End:
         )
         self._shm, self.peer, self._sending = shm, peer, sending
         self._encoded = Encoded.of(stream_program(), self._link.rank)
-        self._execute = shm.kernel("execute").call
+        self._execute_on = shm.kernel("execute_on").call
         self._header = np.zeros(_HEADER_WORDS, np.int64)
         self._jobs: dict[tuple[DType, int], Job] = {}
         self._messages = 0
@@ -209,8 +209,8 @@ class _End:
             lengths = geometry(self._encoded.program.contract, array.size, dtype.itemsize)
             self._jobs[key] = Job(self._link, self._encoded, lengths, dtype)
         job = self._jobs[key]
-        (job.inputs if self._sending else job.outputs)[self._link.rank] = address(array)
-        while self._execute(job.address, 0, 1, 0, 1) != DONE:
+        place = address(array)
+        while self._execute_on(job.address, self._link.rank, place, place) != DONE:
             yield Waiting(Doing.SEND if self._sending else Doing.RECV, self.peer, self._link.signals_sent)
 
 

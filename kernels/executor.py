@@ -21,6 +21,7 @@ DIFFERENT = 2  # the ranks' descriptors are not all equal to mine: nothing outsi
 # Opcodes. The words that follow each are in `collectives/program.py`, which writes them.
 END, WAIT, SIGNAL, ENTER, MOVE = range(5)
 INPUT, OUTPUT, SCRATCH = range(3)
+MOST_SCALED = 64  # sources of a Move, if some are to be scaled: a word has a bit for each
 
 # The link: one rank's view of its communicator. Words, of 8 bytes; "->" marks an address.
 LINK_RANK = 0
@@ -73,7 +74,8 @@ JOB_RANKS = 13  # what avg divides by
 JOB_SIGNALS_IN = 14  # -> signals per slice from each rank
 JOB_OPERANDS = 15  # -> room for addresses: 2 * size + 2 words a channel
 JOB_ALTERNATIVE = 16  # -> the job to run where the ranks agree in what they call, not in where their arrays lie (GPU)
-JOB_DESCRIPTOR = 17  # DESCRIPTOR_WORDS words
+JOB_BASES = 17  # -> what each rank's places count from, as addresses of this process; 0 if INPUTS and OUTPUTS stand
+JOB_DESCRIPTOR = 18  # DESCRIPTOR_WORDS words; the last two are the places of INPUT and OUTPUT
 JOB_PLACE = JOB_DESCRIPTOR + DESCRIPTOR_WORDS  # for each channel: PLACE_WORDS words
 PLACE_PC = 0
 PLACE_SLICE = 1
@@ -160,7 +162,10 @@ def move(job: int, at: int, slice: int, channel: int, channels: int, lane: int, 
 
 @portable
 def enter(job: int, place: int, channel: int) -> int:
-    """Publish this call's descriptor, wait for everybody's, compare. Returns DONE, BLOCKED or DIFFERENT."""
+    """Publish this call's descriptor, wait for everybody's, compare. Returns DONE, BLOCKED or DIFFERENT.
+
+    With bases, each rank's arrays may lie elsewhere: their places are read, not compared.
+    """
     link = load_word(job + 8 * JOB_LINK)
     call = load_word(counters_of(link, channel) + 8 * COUNT_CALLS) + 1
     page = (channel * PAGES + call % PAGES) * PAGE_BYTES
@@ -178,11 +183,18 @@ def enter(job: int, place: int, channel: int) -> int:
         theirs = load_word(boards + 8 * peer) + page
         if not await_flag(theirs, call, load_word(link + 8 * LINK_SPINS), load_word(link + 8 * LINK_YIELDS)):
             return BLOCKED
+    bases = load_word(job + 8 * JOB_BASES)
+    agreed = DESCRIPTOR_WORDS if bases == 0 else DESCRIPTOR_WORDS - 2
     for peer in range(size):
         theirs = load_word(boards + 8 * peer) + page
-        for i in range(DESCRIPTOR_WORDS):
+        for i in range(agreed):
             if load_word(theirs + 8 + 8 * i) != load_word(job + 8 * (JOB_DESCRIPTOR + i)):
                 return DIFFERENT
+        if bases != 0:
+            base = load_word(bases + 8 * peer)
+            places = theirs + 8 * (DESCRIPTOR_WORDS - 1)
+            store_word(load_word(job + 8 * JOB_INPUTS) + 8 * peer, base + load_word(places))
+            store_word(load_word(job + 8 * JOB_OUTPUTS) + 8 * peer, base + load_word(places + 8))
     store_word(place + 8 * PLACE_ENTERED, 2)
     return DONE
 

@@ -7,7 +7,7 @@ times at which each job was begun and ended, in nanoseconds. Submitted and compl
 
 from __future__ import annotations
 
-from kernels.executor import DONE, JOB_INPUTS, JOB_OUTPUTS, execute
+from kernels.executor import DESCRIPTOR_WORDS, DONE, JOB_BASES, JOB_DESCRIPTOR, JOB_INPUTS, JOB_OUTPUTS, execute
 from kernels.portable import portable
 from kernels.primitives import await_flag, load_word, now, raise_flag, store_word
 
@@ -27,6 +27,11 @@ def execute_on(job: int, rank: int, source: int, target: int) -> int:
     """`execute` the job with these addresses as the INPUT and OUTPUT of `rank`."""
     store_word(load_word(job + 8 * JOB_INPUTS) + 8 * rank, source)
     store_word(load_word(job + 8 * JOB_OUTPUTS) + 8 * rank, target)
+    bases = load_word(job + 8 * JOB_BASES)
+    if bases != 0:
+        places = job + 8 * (JOB_DESCRIPTOR + DESCRIPTOR_WORDS - 2)
+        store_word(places, source - load_word(bases + 8 * rank))
+        store_word(places + 8, target - load_word(bases + 8 * rank))
     return execute(job, 0, 1, 0, 1)
 
 

@@ -11,6 +11,8 @@ import numpy as np
 from collectives import arrays
 from collectives.call import Call
 
+Repeat = Callable[[int, int, Any, Any], None]  # (address of source, of target, source, target)
+
 
 class Pending(ABC):
     """A call under way."""
@@ -48,6 +50,11 @@ class Backend(ABC):
     def plan(self, call: Call, source: Any, target: Any) -> Callable[..., None]:
         """A function that makes this very call each time it is called, with these arrays. It does not keep them: the
         caller does, or gives them (or what owns them) with each call, to be kept until that call has ended."""
+
+    def repeat(self, call: Call, source: Any, target: Any) -> Repeat:
+        """A function that makes such a call on any arrays like these, given their addresses too: the short way of a
+        call that is made again and again."""
+        return lambda start, end, source, target: self.run(call, source, target)
 
     @abstractmethod
     def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from collectives import programs
 from collectives.backends.device import OFFSET_BITS, Block, OnDevice
-from collectives.backends.shm import SLOTS, Shm
+from collectives.backends.shm import Shm
 from collectives.call import ORDINARY, Call, describe, disagreement
 from collectives.device_arrays import DeviceArray
 from collectives.errors import (
@@ -33,7 +33,7 @@ from collectives.errors import (
     CollectiveTimeoutError,
 )
 from collectives.job import Job, Link, relocate
-from collectives.memory import PAGE, Heap
+from collectives.memory import PAGE, SLOTS, Heap, slot_bytes
 from collectives.region import CLOSED, OPEN
 from collectives.watch import Watch
 from kernels import cubin, grid
@@ -173,7 +173,7 @@ class Cuda(OnDevice):
         self._kernels: dict[tuple[str, str], Kernel] = {}
         self._staged = False
         self._host_arena: list[Any] = []  # every rank's, where GPUs do not reach each other
-        layout = Layout(self.size, self.channels, (control.host.scratch or SCRATCH_BYTES) // SLOTS // _LINE * _LINE)
+        layout = Layout(self.size, self.channels, slot_bytes(self.size, control.host.scratch or SCRATCH_BYTES))
         with driver:
             panel = driver.register(self._panels.ctypes.data, PAGE)
             self._arena, self._staged = self._share_arena(layout)

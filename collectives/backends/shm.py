@@ -20,13 +20,13 @@ from numpy.lib.array_utils import byte_bounds
 
 from collectives import programs, recorder
 from collectives.arrays import Array, address
-from collectives.backends.base import Backend, Pending
+from collectives.backends.base import Backend, Pending, Repeat
 from collectives.call import INTERNAL, ORDINARY, Call, describe, disagreement, make_call, name_ranks
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
-from collectives.host import ARENAS, SCRATCH_PER_RANK, Birth, Host
+from collectives.host import ARENAS, Birth, Host
 from collectives.job import Job, Link
-from collectives.memory import Heap
+from collectives.memory import SLOTS, Heap, slot_bytes
 from collectives.progress import Progress, Queued
 from collectives.region import CLOSED, FAILED, Member, Region, region_bytes
 from collectives.signals import Signals
@@ -36,7 +36,9 @@ from kernels import native
 from kernels.dtypes import find
 from kernels.executor import DIFFERENT, DONE, SIGNATURE_WORDS
 
-SLOTS = 4
+# How often a rank looks at a flag before yielding its core, and then before sleeping: where each rank of the host can
+# have a core to itself, and where some share one.
+ALONE, CROWDED = (300, 50), (20, 50)
 JOBS = 4096  # kinds of calls whose jobs are kept; the oldest give way
 _BYTE = find("uint8")
 _NAP, _NAPS = 0.0005, 100  # seconds between two looks at a peer's word, and the looks between two at its health
@@ -58,9 +60,9 @@ class Shm(Backend):
         self._birth = Birth(path, arena, tuple(members))
         self.rank, self.size = self.members.index(host.meeting.rank), len(self.members)
         start, room = host.arena(arena)
-        slot_bytes = (host.scratch or SCRATCH_PER_RANK * self.size) // SLOTS // 64 * 64
+        slot = slot_bytes(self.size, host.scratch)
         scratch = start + region_bytes(self.size)
-        mail = scratch + SLOTS * slot_bytes
+        mail = scratch + SLOTS * slot
         heap = mail + Streams.bytes(self.size)
         if heap >= start + room:
             raise MemoryError(
@@ -70,7 +72,7 @@ class Shm(Backend):
             )
         host.own.release(start, room)  # whoever had the arena before: it reads as zero
         host.own.commit(start, mail - start)
-        self.patience = patience(self.size)
+        self.patience = CROWDED if host.crowded else ALONE
         self._segments = [host.segments[member] for member in self.members]
         self.regions = [Region(segment, start, self.size) for segment in self._segments]
         own = self.regions[self.rank]
@@ -83,18 +85,20 @@ class Shm(Backend):
             flags_out=[region.flag(0, self.rank) for region in self.regions],
             finished=own.finished,
             slots=SLOTS,
-            slot_bytes=slot_bytes,
+            slot_bytes=slot,
             patience=self.patience,
         )
         self._heap = Heap(heap, start + room - heap)
         self._heap_start, self._heap_bytes = host.own.address + heap, start + room - heap
+        # Where the members' heaps begin: what a rank publishes of arrays in symmetric memory counts from there.
+        self._bases = np.array([segment.address + heap for segment in self._segments], np.int64)
         self._jobs: dict[tuple[Any, ...], list[Job]] = {}
         self._progress: Progress | None = None
         self._failure = ""  # why this communicator is of no further use
         self._closed = False
         self._unusual = False  # failed, closed or with a queue: a call has more to look at
         self._lookout = Watch(self, lambda: "while this rank compiled kernels")
-        self._execute, self._execute_on = self.kernel("execute").call, self.kernel("execute_on").call
+        self._execute_on = self.kernel("execute_on").call
         self._splits = 0
         host.engines.add(self)
         self._signals = Signals(self)
@@ -125,15 +129,15 @@ class Shm(Backend):
             self._unusual = True
         start, end = self._addresses(source, target)
         free, job = self._take_job(call, start, end, source, target)
-        job.inputs[self.rank], job.outputs[self.rank] = start, end
+        job.place(self.rank, start, end)
         return self._progress.submit(Queued(call, job, (source, target)), lambda: free.append(job))
 
     def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[..., None]:
         self.check_usable()
         start, end = self._addresses(source, target)
         _, job = self._take_job(call, start, end, source, target)
-        job.inputs[self.rank], job.outputs[self.rank] = start, end
-        execute, place = self._execute, job.address
+        job.place(self.rank, start, end)
+        execute_on, place, rank = self._execute_on, job.address, self.rank
 
         def run(keep: object = None) -> None:
             if self._unusual:
@@ -142,7 +146,33 @@ class Shm(Backend):
                     self._progress.submit(Queued(call, job, keep), lambda: None).wait()
                     return
             try:
-                if status := execute(place, 0, 1, 0, 1):
+                if status := execute_on(place, rank, start, end):
+                    self.complete(job, call, status)
+            except BaseException as error:
+                self.fail(error)
+                raise
+
+        return run
+
+    def repeat(self, call: Call, source: Array | None, target: Array | None) -> Repeat:
+        execute_on, rank = self._execute_on, self.rank
+        heap, last_start, last_end = self._heap_start, 0, 0
+        if source is not None:
+            last_start = self._heap_bytes - source.nbytes
+        if target is not None:
+            last_end = self._heap_bytes - target.nbytes
+        jobs: dict[bool, Job] = {}  # by whether the arrays are in symmetric memory
+
+        def run(start: int, end: int, source: Array | None, target: Array | None) -> None:
+            if self._unusual:
+                self.run(call, source, target)
+                return
+            symmetric = 0 <= start - heap <= last_start and 0 <= end - heap <= last_end
+            job = jobs.get(symmetric)
+            if job is None:
+                job = jobs[symmetric] = self._take_job(call, start, end, source, target)[1]
+            try:
+                if status := execute_on(job.address, rank, start, end):
                     self.complete(job, call, status)
             except BaseException as error:
                 self.fail(error)
@@ -162,46 +192,37 @@ class Shm(Backend):
 
         `start` and `end` are the addresses of source and target, which the caller puts in.
         """
-        places = None
-        if 0 <= start - self._heap_start < self._heap_bytes and 0 <= end - self._heap_start < self._heap_bytes:
-            places = self._locate(source, start), self._locate(target, end)
-            places = None if ORDINARY in places else places
-        free = self._jobs.get((call, places))
+        symmetric = self._is_symmetric(source, start) and self._is_symmetric(target, end)
+        free = self._jobs.get((call, symmetric))
         if free is None:
             if len(self._jobs) == JOBS:
                 self._jobs.pop(next(iter(self._jobs)))
-            free = self._jobs[call, places] = []
-        return free, free.pop() if free else self._make_job(call, places and [places] * self.size)
+            free = self._jobs[call, symmetric] = []
+        return free, free.pop() if free else self._make_job(call, symmetric)
 
-    def _locate(self, array: Array | None, place: int) -> int:
-        """An array's offset in this communicator's heap, or ORDINARY."""
-        offset = place - self._heap_start
-        return offset if array is not None and 0 <= offset <= self._heap_bytes - array.nbytes else ORDINARY
+    def _is_symmetric(self, array: Array | None, place: int) -> bool:
+        """Whether an array is in this communicator's heap, or this rank has none."""
+        return array is None or 0 <= place - self._heap_start <= self._heap_bytes - array.nbytes
 
-    def _make_job(self, call: Call, places: Sequence[tuple[int, int]] | None) -> Job:
-        """`places`: where in symmetric memory each rank's arrays are; None if some rank's are elsewhere."""
-        memory = "staged" if places is None else "symmetric"
+    def _make_job(self, call: Call, symmetric: bool) -> Job:
+        """A job for ranks all of whose arrays are in symmetric memory, or not all."""
         try:
-            encoded, layout = programs.for_call(call, self.link, memory)
+            encoded, layout = programs.for_call(call, self.link, "symmetric" if symmetric else "staged")
         except ProgramError as error:  # which rank 0 alone may have found
             self._refuse(error)
         combine = 0
         if call.reduces:
             combine = self.kernel(f"reduce-{call.dtype.name}-{call.op}").address
-        job = Job(
+        return Job(
             self.link,
             encoded,
             layout,
             call.dtype,
             combine=combine,
             scale=call.scale,
-            descriptor=(*call.signature(), encoded.number, *(places[self.rank] if places else (ORDINARY, ORDINARY))),
+            descriptor=(*call.signature(), encoded.number, ORDINARY, ORDINARY),
+            bases=self._bases if symmetric else None,
         )
-        if places:
-            heap = self._heap_start - self.host.own.address
-            for rank, (segment, (source, target)) in enumerate(zip(self._segments, places, strict=True)):
-                job.inputs[rank], job.outputs[rank] = segment.address + heap + source, segment.address + heap + target
-        return job
 
     def kernel(self, name: str, peers: Sequence[int] | None = None) -> native.Native:
         """A compiled function. While it compiles, which may take seconds, this rank looks after `peers`, or all."""
@@ -228,7 +249,7 @@ class Shm(Backend):
                     # Who has ended this call has done all that we wait for, and may have left since.
                     awaited = [rank for rank, region in enumerate(self.regions) if region.calls_ended < number]
                     watch.look(awaited, partial(self._arrivals, number), waiting)
-                status = self._execute(job.address, 0, 1, 0, 1)
+                status = self._execute_on(job.address, self.rank, *job.placed(self.rank))
 
     def _common_job(self, mine: Job, call: Call) -> Job:
         """The ranks' descriptors of this call differ: find who made a mistake, or the way to run it that suits all."""
@@ -238,23 +259,17 @@ class Shm(Backend):
         words = [page for page in pages if page is not None]
         if len({page[:SIGNATURE_WORDS] for page in words}) > 1:
             raise CollectiveMismatchError(disagreement(number, words))
-        places = [(page[5], page[6]) for page in words]
-        symmetric = all(ORDINARY not in place for place in places)
-        built = {(page[4], ORDINARY in place) for page, place in zip(words, places, strict=True)}
+        built = {(page[4], page[5] == ORDINARY) for page in words}
         if len(built) > len({staged for _, staged in built}):
             raise CollectiveMismatchError(
                 f"the ranks run different programs for {describe(words[0])}, call {number}; do all of them have the "
                 f"same version of mgpu-core and the same algorithms registered?"
             )
-        key = (call, *places) if symmetric else (call, "common")  # beside the keys of `_take_job`
+        key = (call, "common")  # beside the keys of `_take_job`
         if key not in self._jobs:
-            self._jobs[key] = [self._make_job(call, places if symmetric else None)]
-            if symmetric:
-                self._jobs[key][0].descriptor[-2:] = 0  # all know by now where whose arrays are
+            self._jobs[key] = [self._make_job(call, symmetric=False)]
         (job,) = self._jobs[key]
-        if not symmetric:
-            own = self.rank
-            job.inputs[own], job.outputs[own] = mine.inputs[own], mine.outputs[own]
+        job.place(self.rank, *mine.placed(self.rank))
         # The common way has an entry of its own, for which it may prepare as every call does; so this was a call.
         self.link.count_call()
         mine.restart()
@@ -492,9 +507,3 @@ class Shm(Backend):
             for engine in list(self.host.engines):
                 engine.close()
             self.host.close()
-
-
-def patience(size: int) -> tuple[int, int]:
-    """How often `size` ranks on this host look at a flag before yielding the core, and before sleeping."""
-    crowded = size > len(os.sched_getaffinity(0))
-    return (20, 50) if crowded else (300, 50)

@@ -272,6 +272,69 @@ def test_plans(crew: Crews) -> None:
     assert crew(plans, 3) == [[]] * 3
 
 
+def again(comm: Communicator) -> list[str]:
+    """Calls like one made before go a short way. Wherever their arrays lie, it does what the long one does."""
+    rank, size, n, wrong = comm.rank, comm.size, 12, []
+    shared = comm.zeros(40 * n, np.int64)
+
+    def place(kind: str, count: int, turn: int) -> Any:
+        if kind == "shared":  # elsewhere on each rank, and in each turn
+            start = 3 * n * ((turn + rank) % 4) + rank + (20 * n if count > n else 0)
+            return shared[start : start + count]
+        return np.empty(count + turn, np.int64)[turn:]
+
+    def check(name: str, got: Any, wanted: Any) -> None:
+        if not same_bits(np.array(got), np.array(wanted)):
+            wrong.append(name)
+
+    for turn in range(4):
+        for kind in ("own", "shared", "own on rank 0 only", "shared on rank 0 only"):
+            mine = kind.split()[0]
+            if rank and "only" in kind:
+                mine = "shared" if mine == "own" else "own"
+            everybodys = [np.arange(n) * (r + 2) + 100 * turn for r in range(size)]
+            x, long = place(mine, n, turn), place(mine, n * size, turn)
+            x[:] = everybodys[rank]
+            blocks = np.array(everybodys).reshape(size, size, n // size)
+            wanted = {
+                "all_reduce": sum(everybodys), "all_to_all": blocks[:, rank].ravel(),
+                "reduce_scatter": blocks[:, rank].sum(0), "all_gather": np.concatenate(everybodys),
+            }  # fmt: skip
+            for name, result in wanted.items():
+                check(f"{name}, {kind}, {turn}", getattr(comm, name)(x), result)
+                target = long[: len(result)]
+                if getattr(comm, name)(x, out=target) is not target:
+                    wrong.append(f"{name} gives another array than out")
+                check(f"{name} to out, {kind}, {turn}", target, result)
+            check(f"x after all, {kind}, {turn}", x, everybodys[rank])
+            for root in range(size):
+                comm.barrier()
+                x[:] = everybodys[rank]
+                comm.broadcast(x, root=root)
+                check(f"broadcast from {root}, {kind}, {turn}", x, everybodys[root])
+            x[:] = everybodys[rank]
+            comm.all_reduce(x, out=x)
+            check(f"in place, {kind}, {turn}", x, sum(everybodys))
+    both = np.arange(2 * n)
+    check("overlapping", comm.all_reduce(both[:n], out=both[n // 2 : n // 2 + n]), np.arange(n) * size)
+    frozen = np.arange(n)
+    frozen.flags.writeable = False
+    told = errors(
+        comm,
+        {
+            "is read-only": lambda: comm.all_reduce(np.arange(n), out=frozen),
+            "read-only, and": lambda: comm.broadcast(frozen, root=(rank + 1) % size),
+            "not C-contiguous": lambda: comm.all_reduce(np.arange(n), out=np.arange(2 * n)[::2]),
+            "the result has 12 of int64": lambda: comm.all_reduce(np.arange(n), out=np.empty(n)),
+        },
+    )
+    return wrong + [f"{part}: {text}" for part, text in told.items() if part not in text]
+
+
+def test_calls_made_again(crew: Crews) -> None:
+    assert crew(again, 3) == [[]] * 3
+
+
 def lists(comm: Communicator) -> list[str]:
     wrong = []
     shapes = [(3,), (), (0, 5), (2, 4), (1000,)]

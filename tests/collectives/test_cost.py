@@ -54,11 +54,11 @@ def test_pipelining_hides_all_but_the_first_slice() -> None:
     """A chain of 8 in staged memory: each slice is stored and loaded once a rank, all ranks at once."""
     topology = replace(PLAIN, hosts=(8,), latency=0.0)
     program = build("broadcast", "chain", 8, memory="staged")
-    assert slices_of(program, 64 * MIB, slot_bytes=MIB) == 64
-    seconds = predict(program, 64 * MIB, topology, slot_bytes=MIB)
+    assert slices_of(program, 64 * MIB, slot=MIB) == 64
+    seconds = predict(program, 64 * MIB, topology, slot=MIB)
     hop = 3 * MIB / 1e9  # load from the peer, store to scratch and to the output
     assert 64 * hop < seconds < (64 + 8) * hop
-    unsliced = predict(build("broadcast", "chain", 8, memory="staged", pipelined=False), MIB, topology)
+    unsliced = predict(build("broadcast", "chain", 8, memory="staged", pipelined=False), MIB, topology, slot=MIB)
     assert unsliced == pytest.approx(2 * MIB / 1e9 + 6 * hop + 2 * MIB / 1e9)
 
 
@@ -110,7 +110,7 @@ def test_formulas_agree_with_the_replay(collective: str, algorithm: str) -> None
             program = build(collective, algorithm, ranks, pipelined=algorithm != "one_shot", **options)
             for nbytes in (MIB, 64 * MIB):
                 formula = closed_form(collective, algorithm, nbytes, topology)
-                played = predict(program, nbytes, topology, slot_bytes=1 << 30)
+                played = predict(program, nbytes, topology, slot=1 << 30)
                 assert formula == pytest.approx(played, rel=rough.get(algorithm, 0.05))
 
 
@@ -123,7 +123,7 @@ def test_what_has_no_answer_is_said() -> None:
     with pytest.raises(ValueError, match="the topology has 4 ranks, the program 3"):
         predict(build("all_reduce", "ring", 3), 8, PLAIN)
     with pytest.raises(ValueError, match="take 16 slices"):
-        predict(build("broadcast", "chain", 4, memory="staged", pipelined=False), 16 * MIB, PLAIN)
+        predict(build("broadcast", "chain", 4, memory="staged", pipelined=False), 16 * MIB, PLAIN, slot=MIB)
     with pytest.raises(ValueError, match="no closed form for gather by tree; there is for all_reduce ring"):
         closed_form("gather", "tree", 8, PLAIN)
     with pytest.raises(ValueError, match=r"does not hold for ranks on hosts like these: \(2, 3\)"):
