@@ -58,7 +58,7 @@ class Circle:
         if {rank: _what(word) for rank, word in words.items()} != {r: _what(word) for r, word in self._seen.items()}:
             self._seen = words
         elif circle and all(_looks_between(self._seen[rank], words[rank]) >= 2 for rank in circle):
-            return self._tell(circle)
+            return self._tell(words)
         return ""
 
     def end(self) -> None:
@@ -85,10 +85,11 @@ class Circle:
             return [other for other, region in enumerate(self._regions) if region.calls_begun < call]
         return [word >> 8 & 0xFFFF] if word else []
 
-    def _tell(self, circle: list[int]) -> str:
-        parts, sends = [], False
+    def _tell(self, words: dict[int, int]) -> str:
+        """A circle in words; what its ranks wait for is given, since one that has told already waits no longer."""
+        circle, parts, sends = list(words), [], False
         for rank, following in zip(circle, [*circle[1:], circle[0]]):
-            doing = Doing(self._regions[rank].waiting & 0xFF)
+            doing = Doing(words[rank] & 0xFF)
             sends = sends or doing == Doing.SEND
             if doing == Doing.COLLECTIVE:
                 page = self._regions[rank].page(self._regions[rank].calls_begun)

@@ -25,6 +25,7 @@ SETTINGS = {  # that users set, and what for
     "MGPU_DEBUG_RESULTS": "1 compares every result across ranks, and finds NaN",
     "MGPU_HEAP": "address space for symmetric memory, such as 64G",
     "MGPU_HOST": "this host's identity, in place of the machine's",
+    "MGPU_NCCL_CHECK": "0 leaves out the comparison of NCCL calls across ranks",
     "MGPU_PEERS": "folder of MPI libraries to benchmark against",
     "MGPU_SCRATCH": "bytes for staging ordinary arrays, a rank and communicator",
     "MGPU_STALL": "seconds after which a rank that waits says for whom; 0 for never",

@@ -29,6 +29,8 @@ OPTIMIZERS = {
     "AdamW": partial(optim.AdamW, lr=0.1),
 }
 
+SIZES = [2, pytest.param(3, marks=pytest.mark.slow)]
+
 
 def network(dtype="float64", seed=1):
     rng = np.random.default_rng(seed)
@@ -168,7 +170,7 @@ def nothing_is_torn(comm):
     return torn, bool((np.diff(seen, axis=0) <= -1).all()), end, int(store.state_dict()["steps"])
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_a_pull_sees_every_shard_after_a_whole_number_of_pushes_and_none_is_lost(size):
     for torn, falling, end, steps in results(size)["nothing_is_torn"]:
         assert torn == 0 and falling  # a worker sees at least its own pushes
@@ -191,7 +193,7 @@ def trained(comm):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ["asynchronous", "compensated", "aware", "bounded"])
 def test_every_batch_is_used_once_and_all_end_with_the_same_parameters_that_have_learned(size, name):
     by_rank = [result[name] for result in results(size)["trained"]]
@@ -204,7 +206,7 @@ def test_every_batch_is_used_once_and_all_end_with_the_same_parameters_that_have
             np.testing.assert_array_equal(state[parameter], array)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_staleness_counts_the_pushes_of_others(size):
     by_rank = [result["asynchronous"] for result in results(size)["trained"]]
     assert sum(result[2].counts.total() for result in by_rank) == 6 * 13
@@ -212,7 +214,7 @@ def test_staleness_counts_the_pushes_of_others(size):
     assert any(result[2].max for result in by_rank)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_a_bound_holds_back_those_who_are_too_fast(size):
     assert all(result["bounded"][3] <= 1 for result in results(size)["trained"])
 
@@ -224,7 +226,7 @@ def too_fast(comm):
     return model.ahead, model.staleness.max
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_a_bound_of_zero_keeps_workers_in_step(size):
     for ahead, stalest in results(size)["too_fast"]:
         assert ahead <= 0
@@ -252,7 +254,7 @@ def compensated(comm):
     return np.max(abs(tensor.data - wanted))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_delay_compensation_is_the_papers(size):
     assert max(results(size)["compensated"]) < 1e-14
 
@@ -277,7 +279,7 @@ def aware(comm):
     return stale, np.max(abs(before - model.model[0].weight.data - 0.1))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_a_push_that_is_three_updates_late_counts_a_third(size):
     for stale, difference in results(size)["aware"]:
         assert stale == 3 and difference < 1e-15

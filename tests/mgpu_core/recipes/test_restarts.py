@@ -27,7 +27,7 @@ SCRIPT = """
     step = Trainer.training_step
 
     def dying(self, *arguments):
-        if attempt < len(deaths) and (self.comm.rank, self.steps_done) == deaths[attempt]:
+        if attempt < len(deaths) and (int(os.environ["MGPU_RANK"]), self.steps_done) == deaths[attempt]:
             os.kill(os.getpid(), signal.SIGKILL)
         return step(self, *arguments)
 
@@ -43,7 +43,8 @@ def steps(folder):
     return [record for record in metrics.read(folder / "metrics.jsonl") if record["event"] == "step"]
 
 
-@pytest.mark.parametrize("deaths", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("deaths", [1, 4])
 def test_losses_go_on_after_ranks_were_killed_at_random(monkeypatch, tmp_path, deaths):
     monkeypatch.setattr(data, "images", lambda *_, **__: data.handwritten_digits())
     assert main([*SETTINGS, "-n", "1", "--out", str(tmp_path / "whole")]) == 0
