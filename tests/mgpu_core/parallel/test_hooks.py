@@ -84,7 +84,7 @@ def results(size):
     return {name: [result[name] for result in by_rank] for name in by_rank[0]}
 
 
-sizes = pytest.mark.parametrize("size", [2, 3])
+sizes = pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 compressing = pytest.mark.parametrize("name", ["bf16", "int8", "powersgd"])
 
 

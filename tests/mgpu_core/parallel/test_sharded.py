@@ -130,7 +130,7 @@ def every_scenario(comm):
     return {function.__name__: function(comm) for function in SCENARIOS}
 
 
-SIZES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+SIZES = [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
 STEPS = {2: 6, 3: 6, 4: 50}
 
 

@@ -115,7 +115,7 @@ def results(size):
     return collectives.spawn(every_way, size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["auto", "given"])
 def test_losses_are_those_of_one_process_and_every_sample_is_used_once(size, way):
     wanted = train(None)[0]
@@ -124,7 +124,7 @@ def test_losses_are_those_of_one_process_and_every_sample_is_used_once(size, way
     assert (np.sum([result[way][1] for result in results(size)], axis=0) == BATCH).all()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_slow_rank_gets_less(size):
     by_rank = [result["auto"] for result in results(size)]
     assert all(result[2:] == by_rank[0][2:] for result in by_rank)  # all ranks have computed the same

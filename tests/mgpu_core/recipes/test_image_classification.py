@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mgpu_core import Tensor, checkpoint, data, metrics
+from mgpu_core.recipes import image_classification
 from mgpu_core.recipes.image_classification import BASE_BATCH, BASE_LR, main, network, parser
 
 pytest.importorskip("sklearn")
@@ -60,7 +61,8 @@ def test_two_ranks_learn_and_leave_files_to_look_at(digits, tmp_path, capfd):
     assert metrics.read(tmp_path / "metrics.jsonl")[0]["ranks"] == 2
 
 
-def test_stopped_and_resumed_is_as_if_never_stopped(digits, tmp_path, capsys):
+def test_stopped_and_resumed_is_as_if_never_stopped(digits, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(image_classification, "show", lambda *_: None)  # pictures take longer than training
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = ["-n", "1", "--epochs", "2", "--seed", "3", "--dtype", "float64"]
     assert main([*settings, "--out", str(whole)]) == 0
