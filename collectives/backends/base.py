@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,6 +13,28 @@ from collectives import arrays
 from collectives.call import Call
 
 Repeat = Callable[[int, int, Any, Any], None]  # (address of source, of target, source, target)
+
+
+class CanFail(Protocol):
+    """An engine that remembers why it is of no further use, and lets its peers know."""
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+class Failing:
+    """Around what a communicator does not survive: whatever leaves it, Ctrl-C too, fails the engine."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: CanFail) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if error is not None:
+            self._engine.fail(error)
 
 
 class Pending(ABC):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from collectives import wire
 from collectives.arrays import Array, address
-from collectives.backends.base import Backend, Pending
+from collectives.backends.base import Backend, Failing, Pending
 from collectives.call import INTERNAL, Call, describe, disagreement, make_call
 from collectives.contract import split
 from collectives.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
@@ -91,13 +91,10 @@ class Mpi(Backend):
         return run
 
     def _make(self, call: Call, source: Array | None, target: Array | None) -> None:
-        try:
+        with Failing(self):
             frames = self._agree(call, source)
             if call.algorithm is None:
                 self.move(call, source, target, frames)
-        except BaseException as error:  # Ctrl-C, too
-            self.fail(error)
-            raise
         if call.algorithm is not None:  # on every rank alike
             raise ValueError(f"algorithm={call.algorithm!r}: the {self.name} backend has no choice of algorithms")
 
@@ -332,11 +329,8 @@ class Mpi(Backend):
 
     def exchange(self, sends: Sequence[tuple[Array, int, int]], receives: Sequence[tuple[Array, int, int]]) -> None:
         self._check_usable()
-        try:
+        with Failing(self):
             self._mail.exchange(sends, receives)
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def signal(self, rank: int) -> None:
         self._check_usable()
@@ -344,20 +338,14 @@ class Mpi(Backend):
 
     def wait_signal(self, rank: int) -> None:
         self._check_usable()
-        try:
+        with Failing(self):
             self._mail.wait_signal(rank)
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def check(self, ranks: Sequence[int]) -> None:
         self._check_usable()
-        try:
+        with Failing(self):
             gone = self._look(lambda: "check", ranks, set())
             self._look(lambda: "check", ranks, gone)
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     # Memory: between hosts there is none in common
 

@@ -20,7 +20,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from collectives import programs, recorder
 from collectives.arrays import Array, address
-from collectives.backends.base import Backend, Pending, Repeat
+from collectives.backends.base import Backend, Failing, Pending, Repeat
 from collectives.call import INTERNAL, ORDINARY, Call, describe, disagreement, make_call, name_ranks
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
@@ -370,11 +370,8 @@ class Shm(Backend):
 
     def exchange(self, sends: Sequence[tuple[Array, int, int]], receives: Sequence[tuple[Array, int, int]]) -> None:
         self.check_usable()
-        try:
+        with Failing(self):
             self._streams.exchange(sends, receives)
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def signal(self, rank: int) -> None:
         self.check_usable()
@@ -382,11 +379,8 @@ class Shm(Backend):
 
     def wait_signal(self, rank: int) -> None:
         self.check_usable()
-        try:
+        with Failing(self):
             self._signals.wait(rank)
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def fetch_add(self, word: Array, value: int, rank: int) -> int:
         self.check_usable()
@@ -397,16 +391,12 @@ class Shm(Backend):
         take, place = self.kernel("acquire", [rank]).call, self._word(lock, rank)
         if take(place, self.rank + 1, *self.patience) == DONE:
             return
-        try:
-            with Watch(self, lambda: f"lock(rank {rank})") as watch:
-                while True:
-                    holder = ctypes.c_uint32.from_address(place).value - 1
-                    watch.look([holder] if holder >= 0 else [], partial("rank {} holds it".format, holder))
-                    if take(place, self.rank + 1, *self.patience) == DONE:
-                        return
-        except BaseException as error:
-            self.fail(error)
-            raise
+        with Failing(self), Watch(self, lambda: f"lock(rank {rank})") as watch:
+            while True:
+                holder = ctypes.c_uint32.from_address(place).value - 1
+                watch.look([holder] if holder >= 0 else [], partial("rank {} holds it".format, holder))
+                if take(place, self.rank + 1, *self.patience) == DONE:
+                    return
 
     def release(self, lock: Array, rank: int) -> None:
         self.kernel("release", [rank]).call(self._word(lock, rank))
@@ -416,27 +406,19 @@ class Shm(Backend):
         view = self.peer_view(word, rank)
         if view.item() >= value:
             return
-        try:
-            with Watch(self, lambda: f"wait_until({value}, rank {rank})") as watch:
-                looks = 0
-                while view.item() < value:
-                    time.sleep(_NAP)
-                    looks += 1
-                    if looks % _NAPS == 0:
-                        watch.look([rank], lambda: f"rank {rank}'s word is {view.item()}")
-        except BaseException as error:
-            self.fail(error)
-            raise
+        with Failing(self), Watch(self, lambda: f"wait_until({value}, rank {rank})") as watch:
+            looks = 0
+            while view.item() < value:
+                time.sleep(_NAP)
+                looks += 1
+                if looks % _NAPS == 0:
+                    watch.look([rank], lambda: f"rank {rank}'s word is {view.item()}")
 
     def check(self, ranks: Sequence[int]) -> None:
         self.check_usable()
-        try:
-            with Watch(self, lambda: "check") as watch:
-                watch.look(ranks, str)
-                watch.look(ranks, str)  # only the second look counts
-        except BaseException as error:
-            self.fail(error)
-            raise
+        with Failing(self), Watch(self, lambda: "check") as watch:
+            watch.look(ranks, str)
+            watch.look(ranks, str)  # only the second look counts
 
     def _word(self, array: Array, rank: int) -> int:
         """Address of `rank`'s counterpart of a symmetric array of one int64."""

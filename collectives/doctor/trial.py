@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ def shm() -> Finding:
     """Shared memory, with times."""
     try:
         ((small, large), _) = collectives.spawn(_measure, RANKS, backend="shm", timeout=_PATIENCE)
-    except Exception as error:  # whatever it is, it is what a user would meet
-        return Finding("backend shm", f"two ranks fail: {type(error).__name__}: {error}", _REMEDY, True)
+    except Exception as error:
+        return _failed("shm", error)
     what = (
         f"works: two ranks all-reduce 8 bytes in {small * 1e6:.1f} µs and 1 MB in {large * 1e6:,.0f} µs "
         f"(symmetric arrays, in place)"
@@ -48,20 +49,26 @@ def shm() -> Finding:
 
 def nccl() -> Finding:
     """Two GPUs joined by NCCL: right or wrong, and no times."""
-    try:
-        collectives.spawn(_reduce_on_gpus, RANKS, backend="nccl", timeout=_PATIENCE)
-    except Exception as error:
-        return Finding("backend nccl", f"two ranks fail: {type(error).__name__}: {error}", _REMEDY, True)
-    return Finding("backend nccl", "works: two GPUs all-reduce through NCCL")
+    return _tried("nccl", _reduce_on_gpus, "two GPUs all-reduce through NCCL")
 
 
 def simulator() -> Finding:
     """GPU kernels in Numba's simulator: right or wrong, and no times."""
+    return _tried("sim", _reduce_once, "the GPU kernels run in Numba's simulator (right, and slow: for tests)")
+
+
+def _tried(backend: str, function: Callable[..., Any], works: str) -> Finding:
+    """Whether two ranks get through `function`."""
     try:
-        collectives.spawn(_reduce_once, RANKS, backend="sim", timeout=_PATIENCE)
+        collectives.spawn(function, RANKS, backend=backend, timeout=_PATIENCE)
     except Exception as error:
-        return Finding("backend sim", f"two ranks fail: {type(error).__name__}: {error}", _REMEDY, True)
-    return Finding("backend sim", "works: the GPU kernels run in Numba's simulator (right, and slow: for tests)")
+        return _failed(backend, error)
+    return Finding(f"backend {backend}", f"works: {works}")
+
+
+def _failed(backend: str, error: Exception) -> Finding:
+    """Whatever went wrong, it is what a user would meet."""
+    return Finding(f"backend {backend}", f"two ranks fail: {type(error).__name__}: {error}", _REMEDY, True)
 
 
 _REMEDY = "please report this, with the output of `mgpu doctor --json`"
