@@ -1,0 +1,88 @@
+"""One rank of test_namespaces: `python over_cable.py FOLDER JOB RANK ADDRESS`. FOLDER takes what the job tells, and then
+how the rank fails when the cable is pulled, and when. Rank and address are "-" under MPI.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from expected import exact_data, reduced, same_bits
+
+import collectives
+from collectives import Communicator
+from collectives.rendezvous import Place, meet
+
+DEADLINE = 5.0  # seconds, of calls that wait for the other side of the cable
+PATIENCE = 100.0  # of those that nothing is wrong with
+SECRET = b"known to this job only"
+STEPS, SEED = 25, 3  # more than one epoch
+
+
+def over_mpi(folder: Path) -> None:
+    """All-reduces inside hosts and between them, training, and calls until one fails."""
+    from bench.soak_rank import trainer
+
+    with collectives.init(timeout=PATIENCE) as comm:
+        training = trainer(comm, folder / "run", SEED)
+        training.fit(2, steps=STEPS)
+        told = [comm.backend, sums(comm), len(training.scores)]
+    with collectives.init(timeout=DEADLINE) as comm:
+        tell(folder, comm.rank, told)
+        until_it_fails(folder, comm.rank, lambda: comm.all_reduce(np.ones(1000)))
+
+
+def sums(comm: Communicator) -> list[str]:
+    """What was wrong."""
+    wrong = []
+    for number, count in enumerate((0, 1, 7, 1000, 300_001)):
+        for dtype, op in (("float32", "sum"), ("bfloat16", "max"), ("int64", "avg"), ("float64", "prod")):
+            every = [exact_data([number], rank, (count,), dtype, op) for rank in range(comm.size)]
+            if not same_bits(comm.all_reduce(every[comm.rank], op), reduced(every, op)):
+                wrong.append(f"rank {comm.rank}: {op} of {count} {dtype}")
+    return wrong
+
+
+def over_tcp(folder: Path, rank: int, address: str) -> None:
+    """What `init` says where nothing but TCP joins the hosts. Then ranks meet, exchange bytes, pass descriptors within
+    each host, and exchange until that fails."""
+    text = ""
+    try:
+        collectives.init(rank=rank, size=4, address=address, timeout=PATIENCE)
+    except RuntimeError as error:
+        text = str(error)
+    meeting = meet(Place(rank, 4, address, SECRET, timeout=PATIENCE))
+    payloads = [payload.decode() for payload in meeting.exchange(f"from {rank}".encode())]
+    descriptors = meeting.exchange_fd(sys.stdin.fileno())
+    told = [text, payloads, [peer.local for peer in meeting.peers], [each is not None for each in descriptors]]
+    tell(folder, rank, told)
+    until_it_fails(folder, rank, lambda: meeting.exchange(b"", DEADLINE))
+
+
+def tell(folder: Path, rank: int, told: Any) -> None:
+    (folder / f"told {rank}.new").write_text(json.dumps(told))
+    (folder / f"told {rank}.new").rename(folder / f"told {rank}")
+
+
+def until_it_fails(folder: Path, rank: int, call: Any) -> None:
+    try:
+        while True:
+            call()
+            time.sleep(0.01)
+    except Exception as error:
+        (folder / f"failed {rank}").write_text(json.dumps([f"{type(error).__name__}: {error}", time.monotonic()]))
+        raise
+
+
+if __name__ == "__main__":
+    os.environ["MGPU_SECRET"] = SECRET.decode()
+    place, job, *where = sys.argv[1:]
+    if job == "over_mpi":
+        over_mpi(Path(place))
+    else:
+        globals()[job](Path(place), int(where[0]), where[1])
