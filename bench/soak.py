@@ -17,6 +17,7 @@ The exit code is 1 if any of this is not so.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import random
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -53,7 +54,7 @@ class Process:
 @dataclass
 class Sample:
     """What a process has: proportional set size in KiB, open descriptors, those of them and of its maps that are memory
-    without a name, and files in /dev/shm."""
+    without a name, and files in /dev/shm that others would find."""
 
     who: str
     attempt: int
@@ -141,7 +142,7 @@ def episode(folder: Path, options: argparse.Namespace, seed: int, seconds: float
     kills: list[float] = []
     samples: list[Sample] = []
     command = [sys.executable, "-m", "mgpu_core", "run", "-n", str(options.ranks), "--restarts", str(10**6)]
-    command += ["--min-ranks", str(options.ranks - 1), "-m", "bench.soak_rank", str(folder), str(seed)]
+    command += ["--min-ranks", str(max(2, options.ranks - 1)), "-m", "bench.soak_rank", str(folder), str(seed)]
     with open(folder / "output", "w+") as output:
         launcher = subprocess.Popen(
             [*command, str(options.pause)], stdout=output, stderr=output, env={**os.environ, MARK: str(folder)}
@@ -216,7 +217,8 @@ def as_one_process(found: Episode, folder: Path, seed: int) -> None:
     from mgpu_core.trainer import CHECKPOINT, METRICS
 
     alone = trainer(None, folder / "alone", seed)
-    alone.fit(sys.maxsize, steps=found.steps)
+    with redirect_stdout(io.StringIO()):
+        alone.fit(sys.maxsize, steps=found.steps)
     found.samples = alone.samples_done
     ours, its = (
         [(record["samples"], record["loss"]) for record in metrics.read(path / METRICS) if record["event"] == "step"]
@@ -307,7 +309,7 @@ def sample(who: str, pid: int, attempt: int) -> Sample | None:
         int(pss.group(1)) if pss else 0,
         len(handles),
         sum("/memfd:" in name for name in names),
-        sum(name.startswith("/dev/shm/") for name in names),
+        sum(name.startswith("/dev/shm/") and not name.endswith("(deleted)") for name in names),
     )
 
 

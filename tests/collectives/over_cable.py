@@ -1,5 +1,5 @@
-"""One rank of test_namespaces: `python over_cable.py FOLDER JOB RANK ADDRESS`. FOLDER takes what the job tells, and then
-how the rank fails when the cable is pulled, and when. Rank and address are "-" under MPI.
+"""One rank of test_namespaces: `python over_cable.py FOLDER JOB RANK ADDRESS`. FOLDER takes what the job tells, and
+then how the rank fails when the cable is pulled, and when. Rank and address are "-" under MPI.
 """
 
 from __future__ import annotations
