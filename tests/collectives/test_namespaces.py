@@ -41,7 +41,7 @@ class Host(NamedTuple):
 
     def command(self, program: Sequence[str]) -> list[str]:
         """What runs a program there."""
-        return ["nsenter", "-t", str(self.holder.pid), "--net", "--uts", "--", *program]
+        return ["nsenter", "-t", str(self.holder.pid), "--net", "--uts", "--mount", "--", *program]
 
     def processes(self) -> list[int]:
         """Those that run there, whoever started them."""
@@ -61,8 +61,9 @@ def run(command: Sequence[str]) -> None:
 
 @contextmanager
 def host(name: str, address: str) -> Iterator[Host]:
-    setup = f"hostname {name} && ip link set lo up && echo made && exec sleep 600"
-    command = ["unshare", "--net", "--uts", "sh", "-c", setup]
+    # /sys is mounted anew, to show this namespace's network: UCX looks there.
+    setup = f"hostname {name} && mount -t sysfs sysfs /sys && ip link set lo up && echo made && exec sleep 600"
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", setup]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=die_with(os.getpid()))
     made = Host(name, address, holder)
     with holder:
