@@ -110,11 +110,17 @@ def test_what_went_wrong_is_raised_on_every_rank(tmp_path: Path, backend: str, j
         assert seconds < (TIMEOUT if job == "late" else 0) + SOON
 
 
-@pytest.mark.skipif("openmpi" not in MPIS, reason="Open MPI's launcher can be told to let the others live")
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    done, told = start(tmp_path, "killed", "auto", "aba", MPIS["openmpi"], ["--with-ft", "ulfm"])
+LET_LIVE = {"openmpi": ["--with-ft", "ulfm"], "mpich": ["-disable-auto-cleanup"], "impi": ["-disable-auto-cleanup"]}
+
+
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in [*MPIS][1:])])
+@pytest.mark.parametrize("backend", [pytest.param("mpi", marks=pytest.mark.slow), "auto"])
+def test_a_killed_rank_is_named(tmp_path: Path, backend: str, name: str) -> None:
+    """Where the launcher is told to let the others live, as it would not by itself."""
+    done, told = start(tmp_path, "killed", backend, "aba", MPIS[name], LET_LIVE[name])
     assert done.returncode != 0
     for rank in (0, 2):
+        assert told[rank] is not None, done.stderr
         assert told[rank][0].startswith("PeerLostError: ") and "rank 1 (on host-b)" in told[rank][0], told
         assert told[rank][1] < SOON
 
