@@ -21,6 +21,7 @@ def bus_factor(collective: str, ranks: int) -> float:
         "broadcast": 1.0,
         "reduce": 1.0,
         "send_recv": 1.0,
+        "barrier": 0.0,
     }[collective]
 
 
@@ -34,11 +35,31 @@ def bus_bandwidth(collective: str, ranks: int, nbytes: int, microseconds: float)
     return algorithm_bandwidth(nbytes, microseconds) * bus_factor(collective, ranks)
 
 
-def memory_limit(addition_microseconds: float) -> float:
-    """Microseconds that an all-reduce of N bytes in one shared memory takes at least, at the speed of `a += b`.
+def memory_traffic(collective: str, ranks: int) -> float:
+    """Bytes that go through one shared memory at least for each byte of size, all ranks together; in place where that
+    is possible.
 
-    Each rank reads its share of every input and writes it to every output: 2pN bytes for all p ranks. The yardstick is
-    an addition that all ranks run at the same time, each on the two halves of its own N bytes: it reads and writes
-    3N/2 bytes a rank, and its data are as large, and as near in the caches, as the all-reduce's.
+    What is reduced is read once from every rank and written wherever it is wanted; what is copied is read and written
+    once for each rank that does not have it.
     """
-    return addition_microseconds * 2 / 1.5
+    return {
+        "all_reduce": 2.0 * ranks,
+        "reduce": ranks + 1.0,
+        "reduce_scatter": ranks + 1.0,
+        "broadcast": 2.0 * (ranks - 1),
+        "all_gather": 2.0 * (ranks - 1),
+        "gather": 2.0 * (ranks - 1) / ranks,
+        "scatter": 2.0 * (ranks - 1) / ranks,
+        "all_to_all": 2.0 * ranks,
+        "send_recv": 2.0 * ranks,
+        "barrier": 0.0,
+    }[collective]
+
+
+def memory_limit(collective: str, ranks: int, addition_microseconds: float) -> float:
+    """Microseconds that a collective of N bytes in one shared memory takes at least, at the speed of `a += b`.
+
+    The yardstick is an addition that all ranks run at the same time, each on the two halves of its own N bytes: it
+    reads and writes 3N/2 bytes a rank, and its data are about as large, and as near in the caches, as the collective's.
+    """
+    return addition_microseconds * memory_traffic(collective, ranks) / (1.5 * ranks)

@@ -1,4 +1,4 @@
-"""What is compared: our all-reduce in its variants, each peer's, and the memory's own speed.
+"""What is compared: our collectives in their variants, each peer's, and the memory's own speed.
 
 A `Candidate` says what to call. An engine, which lives in each rank's process, turns it into a function without
 arguments that makes one call. Peers' libraries are imported by their own engine only.
@@ -15,18 +15,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bench.case import Case
 from bench.inputs import Array
 
 LIMIT = "a += b"  # the candidate that measures the memory
+OURS = "mgpu"
 
 
 class UnsupportedError(ValueError):
-    """This candidate cannot do this dtype or operation."""
+    """This candidate cannot do this collective, dtype, operation or placement."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to do an all-reduce. `crew` names the processes that do it: "mgpu", "gloo", an MPI, or LIMIT."""
+    """One way to make a call. `crew` names the processes that do it: "mgpu", with the name of a backend behind it where
+    one was asked for; "gloo", "nccl" or an MPI; or LIMIT."""
 
     crew: str
     memory: str = "ordinary"
@@ -37,9 +40,14 @@ class Candidate:
     def label(self) -> str:
         """Its name in tables: `mgpu`, `mgpu ordinary ring plan`, `gloo`."""
         words = [self.crew]
-        if self.crew == "mgpu" and self.memory == "ordinary":
+        if is_ours(self.crew) and self.memory == "ordinary":
             words.append("ordinary")
         return " ".join([*words, *([self.algorithm] if self.algorithm else []), *(["plan"] if self.plan else [])])
+
+
+def is_ours(name: str) -> bool:
+    """Whether a crew's or a candidate's name is one of ours."""
+    return name.partition(" ")[0] == OURS
 
 
 class Engine(Protocol):
@@ -51,15 +59,33 @@ class Engine(Protocol):
     def allocate(self, nbytes: int, memory: str) -> Array:
         """An array of `nbytes` uint8 in symmetric or ordinary memory; all ranks call it in the same order."""
 
-    def prepare(self, candidate: Candidate, x: Array, out: Array, op: str) -> Callable[[], object]:
-        """A function that reduces `x` over the ranks into `out`, which may be `x`. Raises UnsupportedError."""
+    def place(self, block: Array) -> Array:
+        """A block of input where it can be copied from."""
+
+    def prepare(self, candidate: Candidate, case: Case, x: Array, out: Array) -> Callable[[], object]:
+        """A function that makes the call from `x` to `out`. Raises UnsupportedError."""
 
     def close(self) -> None:
         """Leave the group."""
 
 
-class Collectives:
-    """Ours."""
+class InHostMemory:
+    """What engines for NumPy arrays share."""
+
+    def allocate(self, nbytes: int, memory: str) -> Array:
+        """Ordinary memory."""
+        return np.empty(nbytes, np.uint8)
+
+    def place(self, block: Array) -> Array:
+        """It is there."""
+        return block
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class Collectives(InHostMemory):
+    """Ours. `spawn`, or who else made the communicator, closes it."""
 
     def __init__(self, comm: Any) -> None:
         import kernels
@@ -70,20 +96,57 @@ class Collectives:
 
     def allocate(self, nbytes: int, memory: str) -> Array:
         """Symmetric memory comes from the communicator."""
-        return self.comm.empty(nbytes, np.uint8) if memory == "symmetric" else np.empty(nbytes, np.uint8)
+        return self.comm.empty(nbytes, np.uint8) if memory == "symmetric" else super().allocate(nbytes, memory)
 
-    def prepare(self, candidate: Candidate, x: Array, out: Array, op: str) -> Callable[[], object]:
+    def prepare(self, candidate: Candidate, case: Case, x: Array, out: Array) -> Callable[[], object]:
         """A call as a program would write it, or a plan."""
-        options = {"algorithm": candidate.algorithm} if candidate.algorithm else {}
+        size = self.comm.size
+        if case.collective == "send_recv":
+            if candidate.plan or candidate.algorithm:
+                raise UnsupportedError("messages between two ranks have no plans and no algorithms")
+            return partial(self.comm.sendrecv, x, (self.rank + 1) % size, out, (self.rank - 1) % size)
+        arguments: list[Any] = [] if case.collective == "barrier" else [x]
+        options: dict[str, Any] = {"algorithm": candidate.algorithm} if candidate.algorithm else {}
+        if case.op != "none":
+            options["op"] = case.op
+        if case.root >= 0:
+            options["root"] = case.root
+        if case.collective not in ("broadcast", "barrier"):
+            options["out"] = out
         if candidate.plan:
-            return self.comm.plan("all_reduce", x, op, out=out, **options)
-        return partial(self.comm.all_reduce, x, op, out=out, **options)
-
-    def close(self) -> None:
-        """`spawn` closes the communicator."""
+            return self.comm.plan(case.collective, *arguments, **options)
+        return partial(getattr(self.comm, case.collective), *arguments, **options)
 
 
-class Gloo:
+class OnGpu(Collectives):
+    """Ours on arrays in a GPU's memory. A call is over when its stream is."""
+
+    def allocate(self, nbytes: int, memory: str) -> Any:
+        """CuPy arrays."""
+        import cupy
+
+        return self.comm.empty(nbytes, np.uint8) if memory == "symmetric" else cupy.empty(nbytes, cupy.uint8)
+
+    def place(self, block: Array) -> Any:
+        """A copy on the GPU."""
+        import cupy
+
+        return cupy.asarray(block)
+
+    def prepare(self, candidate: Candidate, case: Case, x: Array, out: Array) -> Callable[[], object]:
+        """A call, and the wait for its stream."""
+        import cupy
+
+        call, wait = super().prepare(candidate, case, x, out), cupy.cuda.get_current_stream().synchronize
+
+        def call_and_wait() -> None:
+            call()
+            wait()
+
+        return call_and_wait
+
+
+class Gloo(InHostMemory):
     """torch.distributed on CPU tensors. It reduces in place only, so out of place it copies first."""
 
     def __init__(self, rank: int, ranks: int, folder: str) -> None:
@@ -97,36 +160,51 @@ class Gloo:
         self.version = f"Gloo, torch {torch.__version__}"
         self._ranks = ranks
 
-    def allocate(self, nbytes: int, memory: str) -> Array:
-        """Ordinary memory."""
-        return np.empty(nbytes, np.uint8)
-
-    def prepare(self, candidate: Candidate, x: Array, out: Array, op: str) -> Callable[[], object]:
-        """Gloo has no average: sum, then divide, as DistributedDataParallel does."""
+    def prepare(self, candidate: Candidate, case: Case, x: Array, out: Array) -> Callable[[], object]:
+        """Gloo has no average: sum, then divide, as DistributedDataParallel does. What is copied goes as bytes."""
         import torch
         import torch.distributed as dist
 
-        if x.dtype.name not in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"):
+        if case.op == "none":
+            kind = torch.uint8
+        elif x.dtype.name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"):
+            kind = getattr(torch, x.dtype.name)
+        else:
             raise UnsupportedError(f"Gloo does not reduce {x.dtype}")
-        kind = getattr(torch, x.dtype.name)
-        source, target = (torch.from_numpy(array.view(np.uint8)).view(kind) for array in (x, out))
-        reduction = {
-            "sum": dist.ReduceOp.SUM,
-            "avg": dist.ReduceOp.SUM,
-            "prod": dist.ReduceOp.PRODUCT,
-            "min": dist.ReduceOp.MIN,
-            "max": dist.ReduceOp.MAX,
-        }[op]
-        if op != "avg" and out is x:
-            return partial(dist.all_reduce, target, reduction)
-        if op == "avg" and not kind.is_floating_point:
+        if case.op == "avg" and not kind.is_floating_point:
             raise UnsupportedError(f"Gloo does not average {x.dtype}")
+        source, target = (torch.from_numpy(array.view(np.uint8)).view(kind) for array in (x, out))
+        operation = {"prod": "PRODUCT", "min": "MIN", "max": "MAX"}.get(case.op, "SUM")
+        reduction, root, at_root = getattr(dist.ReduceOp, operation), case.root, case.root == self.rank
+        right, left = (self.rank + 1) % self._ranks, (self.rank - 1) % self._ranks
+        result = source if case.collective == "reduce" and not at_root else target
+        copied = case.collective in ("all_reduce", "reduce") and result is target and not case.in_place
+
+        def exchange() -> None:
+            sent = dist.isend(source, right)
+            dist.recv(target, left)
+            sent.wait()
+
+        transfer: Callable[[], object] = {
+            "all_reduce": lambda: dist.all_reduce(target, reduction),
+            "reduce": lambda: dist.reduce(result, root, reduction),
+            "broadcast": lambda: dist.broadcast(target, root),
+            "all_gather": lambda: dist.all_gather_into_tensor(target, source),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(target, source, reduction),
+            "gather": lambda: dist.gather(source, list(target.chunk(self._ranks)) if at_root else None, root),
+            "scatter": lambda: dist.scatter(target, list(source.chunk(self._ranks)) if at_root else None, root),
+            "all_to_all": lambda: dist.all_to_all_single(target, source),
+            "barrier": dist.barrier,
+            "send_recv": exchange,
+        }[case.collective]
+        if not copied and case.op != "avg":
+            return transfer
 
         def call() -> None:
-            if out is not x:
+            if copied:
                 target.copy_(source)
-            dist.all_reduce(target, reduction)
-            if op == "avg":
+            transfer()
+            if case.op == "avg" and result is target:
                 target.div_(self._ranks)
 
         return call
@@ -138,8 +216,8 @@ class Gloo:
         dist.destroy_process_group()
 
 
-class Mpi:
-    """Any MPI, through mpi4py."""
+class Mpi(InHostMemory):
+    """Any MPI, through mpi4py, which finalises it at exit."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -148,61 +226,71 @@ class Mpi:
         library = " ".join(MPI.Get_library_version().split(", package")[0].splitlines()[0].strip("\0").split())
         self.version = f"{library}, mpi4py {version('mpi4py')}"
 
-    def allocate(self, nbytes: int, memory: str) -> Array:
-        """Ordinary memory."""
-        return np.empty(nbytes, np.uint8)
-
-    def prepare(self, candidate: Candidate, x: Array, out: Array, op: str) -> Callable[[], object]:
-        """MPI has no average: sum, then divide."""
+    def prepare(self, candidate: Candidate, case: Case, x: Array, out: Array) -> Callable[[], object]:
+        """MPI has no average: sum, then divide. What is copied goes as bytes."""
         from mpi4py import MPI
 
-        kind = {
-            "float32": MPI.FLOAT,
-            "float64": MPI.DOUBLE,
-            "int8": MPI.INT8_T,
-            "uint8": MPI.UINT8_T,
-            "int32": MPI.INT32_T,
-            "uint32": MPI.UINT32_T,
-            "int64": MPI.INT64_T,
-            "uint64": MPI.UINT64_T,
-        }.get(x.dtype.name)
+        comm, root = MPI.COMM_WORLD, case.root
+        if case.op == "none":
+            kind, x, out = MPI.BYTE, x.view(np.uint8), out.view(np.uint8)
+        else:
+            kind = {
+                "float32": MPI.FLOAT,
+                "float64": MPI.DOUBLE,
+                "int8": MPI.INT8_T,
+                "uint8": MPI.UINT8_T,
+                "int32": MPI.INT32_T,
+                "uint32": MPI.UINT32_T,
+                "int64": MPI.INT64_T,
+                "uint64": MPI.UINT64_T,
+            }.get(x.dtype.name)
         if kind is None:
             raise UnsupportedError(f"standard MPI has no {x.dtype}")
-        reduction = {"sum": MPI.SUM, "avg": MPI.SUM, "prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}[op]
-        source = MPI.IN_PLACE if out is x else [x, kind]
-        reduce_once = partial(MPI.COMM_WORLD.Allreduce, source, [out, kind], reduction)
-        if op != "avg":
-            return reduce_once
-        if x.dtype.kind != "f":
+        if case.op == "avg" and x.dtype.kind != "f":
             raise UnsupportedError(f"MPI does not average {x.dtype}")
-        ranks = x.dtype.type(MPI.COMM_WORLD.size)
+        if case.collective == "reduce_scatter" and case.in_place:
+            raise UnsupportedError("in place, MPI's reduce-scatter leaves every block at the beginning of the array")
+        reduction = {"prod": MPI.PROD, "min": MPI.MIN, "max": MPI.MAX}.get(case.op, MPI.SUM)
+        has_result = case.collective not in ("reduce", "gather") or self.rank == root
+        has_input = case.collective != "scatter" or self.rank == root
+        given, taken = [x, kind] if has_input else None, [out, kind] if has_result else None
+        if case.in_place and case.collective == "scatter" and self.rank == root:
+            taken = MPI.IN_PLACE
+        elif case.in_place and case.collective != "scatter" and has_result:
+            given = MPI.IN_PLACE
+        right, left = (self.rank + 1) % comm.size, (self.rank - 1) % comm.size
+        call: Callable[[], object] = {
+            "all_reduce": partial(comm.Allreduce, given, taken, reduction),
+            "reduce": partial(comm.Reduce, given, taken, reduction, root),
+            "broadcast": partial(comm.Bcast, [x, kind], root),
+            "all_gather": partial(comm.Allgather, given, taken),
+            "reduce_scatter": partial(comm.Reduce_scatter_block, given, taken, reduction),
+            "gather": partial(comm.Gather, given, taken, root),
+            "scatter": partial(comm.Scatter, given, taken, root),
+            "all_to_all": partial(comm.Alltoall, given, taken),
+            "barrier": comm.Barrier,
+            "send_recv": partial(comm.Sendrecv, given, right, 0, taken, left, 0),
+        }[case.collective]
+        if case.op != "avg" or not has_result:
+            return call
+        ranks = x.dtype.type(comm.size)
 
-        def call() -> None:
-            reduce_once()
+        def average() -> None:
+            call()
             np.divide(out, ranks, out=out)
 
-        return call
-
-    def close(self) -> None:
-        """mpi4py finalises MPI at exit."""
+        return average
 
 
-class Addition:
+class Addition(InHostMemory):
     """No communication: each rank adds one half of its bytes to the other, all ranks at the same time."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.version = f"NumPy {np.__version__}, float32"
 
-    def allocate(self, nbytes: int, memory: str) -> Array:
-        """Ordinary memory."""
-        return np.empty(nbytes, np.uint8)
-
-    def prepare(self, candidate: Candidate, x: Array, out: Array, op: str) -> Callable[[], object]:
-        """The same addition whatever is reduced: it stands for the bytes that pass through memory."""
+    def prepare(self, candidate: Candidate, case: Case, x: Array, out: Array) -> Callable[[], object]:
+        """The same addition whatever is called: it stands for the bytes that pass through memory."""
         data = x.view(np.uint8)[: x.nbytes // 8 * 8].view(np.float32)
         a, b = data[: data.size // 2], data[data.size // 2 :]
         return partial(np.add, a, b, out=a)
-
-    def close(self) -> None:
-        """Nothing to leave."""

@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 def blocks(ranks: int, dtype: npt.DTypeLike, op: str) -> Array:
-    """Every rank's block, shape (ranks, PERIOD), dtype `dtype`."""
+    """Every rank's block, shape (ranks, PERIOD), dtype `dtype`; op "none" for numbers that are only copied."""
     return _numbers(ranks, np.dtype(dtype), op).astype(dtype)
 
 
@@ -52,7 +52,7 @@ def _numbers(ranks: int, dtype: np.dtype[Any], op: str) -> npt.NDArray[np.int64]
     """Whole numbers, shape (ranks, PERIOD), whose partial results are all exact in `dtype`."""
     random = np.random.default_rng(PERIOD)  # the same on every rank
     limit = _largest_exact(dtype)
-    if op in ("min", "max"):
+    if op in ("min", "max", "none"):
         return random.integers(0, limit + 1, (ranks, PERIOD))
     if op == "prod":
         numbers = np.ones((ranks, PERIOD), np.int64)

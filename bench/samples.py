@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import bandwidth, states
-from bench.candidates import LIMIT, Candidate
+from bench import bandwidth, record, states
+from bench.candidates import LIMIT, Candidate, is_ours
+from bench.case import Case, placements
 from bench.crew import Crew, CrewError
 from bench.pace import TRIPS
 
@@ -29,17 +29,6 @@ _FEWEST_CALLS = 3
 _SMALL = 1 << 20  # bytes: so small that the first sample can make all its calls
 _MOST_ROUNDS = 4  # times the rounds asked for, while waiting for a state
 LIMIT_FROM = 256 << 10  # bytes: below, `a += b` would measure NumPy's overhead instead of the memory
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is reduced."""
-
-    nbytes: int
-    count: int
-    dtype: str
-    op: str
-    in_place: bool
 
 
 @dataclass(frozen=True)
@@ -121,12 +110,10 @@ class Measurement:
         calls = self._affordable(candidate, case, calls)
         warmups = min(warmups, calls)
         limit = candidate.crew == LIMIT
+        called = Case("all_reduce", case.nbytes, case.nbytes // 4, "float32", "sum", -1, True) if limit else case
         request = {
             "candidate": dataclasses.asdict(candidate),
-            "count": case.nbytes // 4 if limit else case.count,
-            "dtype": "float32" if limit else case.dtype,
-            "op": "sum" if limit else case.op,
-            "in_place": case.in_place,
+            "case": dataclasses.asdict(called),
             "warmups": warmups,
             "calls": calls,
             "check": check and not limit,
@@ -137,11 +124,12 @@ class Measurement:
         after = _round_trip(crew)
         if "unsupported" in answers[0]:
             self.remarks.append(f"{candidate.label}: {answers[0]['unsupported']}")
-            self._visits = [(c, k) for c, k in self._visits if (c, k.dtype, k.op) != (candidate, case.dtype, case.op)]
+            left_out = (candidate, case.dtype, case.op, case.in_place)
+            self._visits = [(c, k) for c, k in self._visits if (c, k.dtype, k.op, k.in_place) != left_out]
             return
         microseconds = median(max(times) for times in zip(*(answer["ns"] for answer in answers), strict=True)) / 1e3
         if limit:
-            microseconds = bandwidth.memory_limit(microseconds)
+            microseconds = bandwidth.memory_limit(case.collective, crew.ranks, microseconds)
         wrong = sum(answer["wrong"] for answer in answers)
         self.samples.append(Sample(candidate.label, case, round, before, after, calls, microseconds, wrong))
 
@@ -162,7 +150,7 @@ class Measurement:
         try:
             yield
         except CrewError as error:
-            if name == "mgpu":
+            if is_ours(name):
                 raise
             self.remarks.append(f"dropped: {error}")
             self.crews.pop(name).kill()
@@ -200,7 +188,7 @@ def summarise(
                     middle,
                     high,
                     bandwidth.algorithm_bandwidth(case.nbytes, middle),
-                    bandwidth.bus_bandwidth("all_reduce", ranks, case.nbytes, middle),
+                    bandwidth.bus_bandwidth(case.collective, ranks, case.nbytes, middle),
                     max(sample.wrong for sample in by_label[label]),
                     {} if label == LIMIT else {peer: medians[peer] / middle for peer in peers if peer in medians},
                     medians[LIMIT] / middle if LIMIT in medians and label != LIMIT else None,
@@ -217,13 +205,12 @@ def best_peer(row: Row) -> float | None:
 def write_json(path: Path, about: Mapping[str, Any], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     """Everything: what was run where, the rows, and every sample with the round trips beside it."""
     limit = _threshold(samples)
-    content = {
-        **about,
-        "near_below_ns": limit,
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "samples": [{**dataclasses.asdict(sample), "state": _state(sample, limit)} for sample in samples],
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    record.write(
+        path,
+        {**about, "near_below_ns": limit},
+        [dataclasses.asdict(row) for row in rows],
+        [{**dataclasses.asdict(sample), "state": _state(sample, limit)} for sample in samples],
+    )
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
@@ -231,7 +218,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
     peers = list(dict.fromkeys(peer for row in rows for peer in row.ratios))
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        fields = ("nbytes", "count", "dtype", "op", "in_place")
+        fields = ("collective", "nbytes", "count", "dtype", "op", "root", "in_place")
         plain = ("state", "samples", "low", "microseconds", "high", "algbw", "busbw", "wrong", "of_limit")
         writer.writerow(["candidate", *fields, *plain, *(f"{peer} / this" for peer in peers)])
         for row in rows:
@@ -240,7 +227,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _meant(candidate: Candidate, case: Case) -> bool:
-    return candidate.crew != LIMIT or (case.in_place and case.nbytes >= LIMIT_FROM)
+    return candidate.crew != LIMIT or (case.nbytes >= LIMIT_FROM and case.in_place == placements(case.collective)[-1])
 
 
 def _round_trip(crew: Crew) -> float | None:

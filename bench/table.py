@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from bench.samples import Row, best_peer
 from bench.sizes import format_size
@@ -43,30 +43,40 @@ def results(rows: Sequence[Row]) -> Iterator[str]:
     yield f"# {empty}{'':{width}} {placements}"
     yield f"# {names}{'candidate':{width}} {block.format(titles, ' ' + titles)}"
     yield f"# {_CASE.format('(B)', '(elements)', '', '', '')}{'':{width}} {block.format(units, ' ' + units)}"
-    for (label, nbytes, count, dtype, op), pair in _pairs(rows).items():
-        what = _CASE.format(nbytes, count, NCCL_NAMES[dtype], op, -1)
+    for (label, nbytes, count, dtype, op, root), pair in _pairs(rows).items():
+        what = _CASE.format(nbytes, count, NCCL_NAMES[dtype], op, root)
         yield f"  {what}{label:{width}} {block.format(_block(pair.get(False)), ' ' + _block(pair.get(True)))}"
 
 
 def against_peers(rows: Sequence[Row], ours: str) -> Iterator[str]:
-    """For one of our candidates, in place: how many times longer each peer takes, size by size."""
-    chosen = [row for row in rows if row.label == ours and row.case.in_place and row.ratios and ours not in row.ratios]
-    peers = list(dict.fromkeys(peer for row in chosen for peer in row.ratios))
-    if not chosen:
-        return
-    yield f"# {ours}, in place: time of each peer over ours"
-    yield "# " + f"{'size':>12}" + "".join(f"{peer:>12}" for peer in peers) + f"{'best':>12}"
-    for row in chosen:
-        cells = "".join(f"{row.ratios[peer]:11.2f}x" if peer in row.ratios else f"{'-':>12}" for peer in peers)
-        yield f"  {format_size(row.case.nbytes):>12}{cells}{best_peer(row):11.2f}x"
+    """For one of our candidates, out of place and in place: how many times longer each peer takes, size by size."""
+    for in_place in (False, True):
+        chosen = [row for row in rows if row.label == ours and row.case.in_place == in_place and row.ratios]
+        if not chosen or ours in chosen[0].ratios:
+            continue
+        peers = list(dict.fromkeys(peer for row in chosen for peer in row.ratios))
+        yield f"# {ours}, {'in' if in_place else 'out of'} place: time of each peer over ours"
+        yield "# " + f"{'size':>12}" + "".join(f"{peer:>12}" for peer in peers) + f"{'best':>12}"
+        for row in chosen:
+            cells = "".join(f"{row.ratios[peer]:11.2f}x" if peer in row.ratios else f"{'-':>12}" for peer in peers)
+            yield f"  {format_size(row.case.nbytes):>12}{cells}{best_peer(row):11.2f}x"
 
 
-def _pairs(rows: Sequence[Row]) -> dict[tuple[str, int, int, str, str], dict[bool, Row]]:
+def columns(titles: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The table of a benchmark with columns of its own: the first column to the left, the others to the right."""
+    cells = [list(titles), *map(list, lines)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(titles))]
+    for number, (first, *others) in enumerate(cells):
+        right = "".join(f"  {cell:>{width}}" for cell, width in zip(others, widths[1:]))
+        yield f"{' ' if number else '#'} {first:{widths[0]}}{right}"
+
+
+def _pairs(rows: Sequence[Row]) -> dict[tuple[str, int, int, str, str, int], dict[bool, Row]]:
     """Out of place and in place, side by side."""
-    pairs: dict[tuple[str, int, int, str, str], dict[bool, Row]] = defaultdict(dict)
+    pairs: dict[tuple[str, int, int, str, str, int], dict[bool, Row]] = defaultdict(dict)
     for row in rows:
         case = row.case
-        pairs[row.label, case.nbytes, case.count, case.dtype, case.op][case.in_place] = row
+        pairs[row.label, case.nbytes, case.count, case.dtype, case.op, case.root][case.in_place] = row
     # Both placements of a size come together, whichever was measured first.
     order = {key[1:]: place for place, key in reversed(list(enumerate(pairs)))}
     return dict(sorted(pairs.items(), key=lambda item: order[item[0][1:]]))
@@ -77,7 +87,7 @@ def _block(row: Row | None = None) -> str:
         return _BLOCK.format(*["-"] * 7)
     best = best_peer(row)
     return _BLOCK.format(
-        _significant(row.microseconds),
+        significant(row.microseconds),
         f"{row.algbw:.2f}",
         f"{row.busbw:.2f}",
         row.wrong,
@@ -87,7 +97,7 @@ def _block(row: Row | None = None) -> str:
     )
 
 
-def _significant(microseconds: float) -> str:
+def significant(microseconds: float) -> str:
     """As nccl-tests: two decimals below 1000 us, none from 10000 us."""
     decimals = 2 if microseconds < 1000 else 1 if microseconds < 10000 else 0
     return f"{microseconds:.{decimals}f}"

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import candidates, inputs
+from bench.case import Case, outcome, views
 from bench.crew import ADDRESS, FOLDER, RANK, Message
 from bench.pace import Pace
+from collectives.initialise import ON_GPU
 from kernels.dtypes import find
 
 Answer = Callable[[Message], Message]
@@ -27,19 +29,19 @@ def run() -> None:
     name, ranks = sys.argv[1], int(sys.argv[2])
     rank = int(os.environ.get(RANK, 0))
     if name == "gloo":
-        sample_all_reduce(candidates.Gloo(rank, ranks, os.environ[FOLDER]))
+        sample_with(candidates.Gloo(rank, ranks, os.environ[FOLDER]))
     elif name == candidates.LIMIT:
-        sample_all_reduce(candidates.Addition(rank))
+        sample_with(candidates.Addition(rank))
     else:
-        sample_all_reduce(candidates.Mpi())
+        sample_with(candidates.Mpi())
 
 
 def sample_ours(comm: Any) -> None:
-    """What `collectives.spawn` runs in each of our ranks."""
-    sample_all_reduce(candidates.Collectives(comm))
+    """What runs in each of our ranks."""
+    sample_with((candidates.OnGpu if comm.backend in ON_GPU else candidates.Collectives)(comm))
 
 
-def sample_all_reduce(engine: candidates.Engine) -> None:
+def sample_with(engine: candidates.Engine) -> None:
     """Be one rank of the engine's crew."""
     serve(engine.rank, engine.version, lambda pace, ranks: _Sampler(engine, pace, ranks).answer)
     engine.close()
@@ -86,7 +88,7 @@ def pin(cpu: int) -> None:
 
 
 class _Sampler:
-    """Answers requests for samples of all-reduce, each a method here."""
+    """Answers requests for samples, each a method here."""
 
     def __init__(self, engine: candidates.Engine, pace: Pace, ranks: int) -> None:
         self._engine = engine
@@ -107,34 +109,23 @@ class _Sampler:
         self._memory[memory] = x, out
         return {}
 
-    def _sample(
-        self,
-        candidate: Message,
-        count: int,
-        dtype: str,
-        op: str,
-        in_place: bool,
-        warmups: int,
-        calls: int,
-        check: bool,
-        first: int,
-    ) -> Message:
+    def _sample(self, candidate: Message, case: Message, warmups: int, calls: int, check: bool, first: int) -> Message:
         """Time `calls` calls, one by one, in ns. Before each, the input is written anew, and all ranks meet.
 
         The meetings are numbered from `first`.
         """
-        which = candidates.Candidate(**candidate)
-        kind = find(dtype).numpy
-        x, out = (array[: count * kind.itemsize].view(kind) for array in self._memory[which.memory])
-        if in_place:
-            out = x
+        which, what = candidates.Candidate(**candidate), Case(**case)
+        kind = find(what.dtype).numpy
+        whole = what.nbytes // kind.itemsize
+        memory = (array[: whole * kind.itemsize].view(kind) for array in self._memory[which.memory])
+        x, out = views(what, self._engine.rank, self._ranks, *memory)
         try:
-            call = self._engine.prepare(which, x, out, op)
+            call = self._engine.prepare(which, what, x, out)
         except candidates.UnsupportedError as error:
             return {"unsupported": str(error)}
-        block, right = self._block(dtype, op)
-        if not in_place:
-            inputs.poison(out)
+        given, reduced = self._inputs(what.dtype, what.op)
+        block = given[self._engine.rank]
+        inputs.poison(out)
         clock, start_line, fill = time.perf_counter_ns, self._pace.start_line, inputs.fill
         times = []
         gc.disable()
@@ -147,14 +138,19 @@ class _Sampler:
                 times.append(clock() - start)
         finally:
             gc.enable()
-        return {"ns": times[warmups:], "wrong": inputs.count_wrong(out, right) if check else 0}
+        wrong = 0
+        if check:
+            parts = outcome(what, self._engine.rank, given, reduced)
+            wrong = sum(inputs.count_wrong(out[part], expected) for part, expected in parts)
+        return {"ns": times[warmups:], "wrong": wrong}
 
-    def _block(self, dtype: str, op: str) -> tuple[inputs.Array, inputs.Array]:
-        """This rank's input block and the result's."""
+    def _inputs(self, dtype: str, op: str) -> tuple[inputs.Array, inputs.Array]:
+        """Every rank's input block, and their reduction."""
         if (dtype, op) not in self._blocks:
             kind = find(dtype).numpy
-            mine = inputs.blocks(self._ranks, kind, op)[self._engine.rank]
-            self._blocks[dtype, op] = mine, inputs.expected(self._ranks, kind, op)
+            given = inputs.blocks(self._ranks, kind, op)
+            reduced = given[0] if op == "none" else inputs.expected(self._ranks, kind, op)
+            self._blocks[dtype, op] = self._engine.place(given), self._engine.place(reduced)
         return self._blocks[dtype, op]
 
 

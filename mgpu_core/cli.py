@@ -59,16 +59,22 @@ def dispatch(argv: list[str]) -> int:
 def dispatch_group(group: str, argv: list[str]) -> int:
     """Run a benchmark or a recipe; its name may be written with dashes or underscores."""
     package, description = GROUPS[group]
+    names = members(package)
+    collectives: set[str] = set()
     if package == "bench":
         importlib.import_module("collectives.installation").check_ours("bench")
-    names = members(package)
+        collectives = set(importlib.import_module("collectives.contract").COLLECTIVES)
+        names = sorted({*names, *collectives})
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
         print(f"{description}\n\nthere are: {', '.join(names)}\nmgpu {group} NAME --help says more")
         return 0
-    if name.replace("-", "_") not in names:
+    module = name.replace("-", "_")
+    if module not in names:
         return unknown(group, name, names)
-    return call(f"{package}.{name.replace('-', '_')}:main", rest)
+    if module in collectives:
+        return int(importlib.import_module("bench.collective").run(module, rest))
+    return call(f"{package}.{module}:main", rest)
 
 
 def call(target: str, argv: list[str]) -> int:

@@ -14,10 +14,10 @@ CPUS = sorted(os.sched_getaffinity(0))
 ENGINE = """
 from bench import candidates, worker
 class Engine(candidates.Addition):
-    def prepare(self, candidate, x, out, op):
+    def prepare(self, candidate, case, x, out):
         {body}
 import os
-worker.sample_all_reduce(Engine(int(os.environ["MGPU_BENCH_RANK"])))
+worker.sample_with(Engine(int(os.environ["MGPU_BENCH_RANK"])))
 """
 
 
@@ -35,7 +35,8 @@ def track() -> Iterator[Track]:
 
 def sample(calls: int, first: int) -> dict:
     candidate = {"crew": "test", "memory": "ordinary", "algorithm": None, "plan": False}
-    what = {"candidate": candidate, "count": 100, "dtype": "float32", "op": "sum", "in_place": True}
+    case = {"collective": "all_reduce", "nbytes": 400, "count": 100, "dtype": "float32", "op": "sum", "root": -1}
+    what = {"candidate": candidate, "case": {**case, "in_place": True}}
     return {"do": "sample", "with": {**what, "warmups": 1, "calls": calls, "check": True, "first": first}}
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from bench.candidates import LIMIT, Candidate
+from bench.case import Case
 from bench.crew import CrewError
-from bench.samples import Case, Measurement, Sample, best_peer, summarise, write_csv, write_json
+from bench.samples import Measurement, Sample, best_peer, summarise, write_csv, write_json
 from bench.states import FAR, NEAR
 
-CASE = Case(1 << 20, 1 << 18, "float32", "sum", True)
+CASE = Case("all_reduce", 1 << 20, 1 << 18, "float32", "sum", -1, True)
 NEAR_NS, FAR_NS = 100.0, 500.0
 
 
@@ -80,7 +81,7 @@ class FakeCrew:
         self.requests.append(request.get("with", {}))
         if request["do"] == "allocate":
             return [{}] * 2
-        if request["with"]["dtype"] == "float16":
+        if request["with"]["case"]["dtype"] == "float16":
             return [{"unsupported": "no halves here"}] * 2
         return [{"ns": [ns] * request["with"]["calls"], "wrong": rank} for rank, ns in enumerate(self._ns)]
 
@@ -111,7 +112,7 @@ def test_long_calls_are_made_less_often() -> None:
     crew = FakeCrew([20_000_000, 20_000_000])  # 20 ms
     measured({"mgpu": crew}, rounds=2)
     assert [request["calls"] for request in crew.requests[1:]] == [20, 3]
-    large = Case(128 << 20, 32 << 20, "float32", "sum", True)
+    large = Case("all_reduce", 128 << 20, 32 << 20, "float32", "sum", -1, True)
     crew = FakeCrew([1000, 1000])
     measured({"mgpu": crew}, [large], rounds=2)
     assert [request["calls"] for request in crew.requests[1:]] == [3, 20]  # cautious until one is known
@@ -134,14 +135,15 @@ def test_a_peer_that_fails_is_dropped_with_a_remark_and_ours_ends_the_run() -> N
 
 
 def test_what_a_peer_cannot_do_is_remarked_once_and_left_out() -> None:
-    half = Case(1 << 20, 1 << 19, "float16", "sum", True)
+    half = Case("all_reduce", 1 << 20, 1 << 19, "float16", "sum", -1, True)
     measurement = measured({"mgpu": FakeCrew([1, 1])}, [half, CASE])
     assert measurement.remarks == ["mgpu: no halves here"]
     assert {s.case.dtype for s in measurement.samples} == {"float32"}
 
 
 def test_the_memory_is_measured_in_place_for_large_sizes_only() -> None:
-    small, out = Case(8, 2, "float32", "sum", True), Case(1 << 20, 1 << 18, "float32", "sum", False)
+    small = Case("all_reduce", 8, 2, "float32", "sum", -1, True)
+    out = Case("all_reduce", 1 << 20, 1 << 18, "float32", "sum", -1, False)
     samples = measured({"mgpu": FakeCrew([1, 1]), LIMIT: FakeCrew([3000, 3000])}, [small, out, CASE], rounds=1).samples
     assert [(s.case, s.microseconds) for s in samples if s.label == LIMIT] == [(CASE, pytest.approx(4.0))]
 

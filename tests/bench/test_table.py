@@ -1,14 +1,15 @@
 """nccl-tests' columns, so that what reads theirs reads ours."""
 
-from bench.samples import Case, Sample, summarise
-from bench.table import against_peers, results
+from bench.case import Case
+from bench.samples import Sample, summarise
+from bench.table import against_peers, columns, results
 
 
 def rows() -> list:
     samples = []
     for nbytes in (8, 1 << 20):
         for in_place in (False, True):
-            case = Case(nbytes, nbytes // 4, "float32", "sum", in_place)
+            case = Case("all_reduce", nbytes, nbytes // 4, "float32", "sum", -1, in_place)
             for label, us in (("mgpu", nbytes / 1e4 + 1), ("gloo", nbytes / 1e4 + 3)):
                 samples.append(Sample(label, case, 0, 100.0, 100.0, 20, us, 0))
     return summarise(samples, 2, ["mgpu", "gloo"], ["gloo"])
@@ -34,9 +35,19 @@ def test_a_missing_placement_is_a_row_of_dashes() -> None:
     assert line.split()[6:13] == ["-"] * 7 and line.split()[13] != "-"
 
 
-def test_times_against_peers_are_for_ours_in_place() -> None:
-    _, names, *lines = against_peers(rows(), "mgpu")
-    assert names.split() == ["#", "size", "gloo", "best"]
-    assert lines[0].split() == ["8", "3.00x", "3.00x"]
-    assert lines[1].split()[0] == "1M"
+def test_times_against_peers_are_for_ours_out_of_place_and_in_place() -> None:
+    lines = list(against_peers(rows(), "mgpu"))
+    assert "out of place" in lines[0] and "in place" in lines[4] and len(lines) == 8
+    for _, names, small, large in (lines[:4], lines[4:]):
+        assert names.split() == ["#", "size", "gloo", "best"]
+        assert small.split() == ["8", "3.00x", "3.00x"]
+        assert large.split()[0] == "1M"
     assert list(against_peers(rows(), "gloo")) == []  # a peer is not held against itself
+
+
+def test_columns_are_as_wide_as_what_is_in_them() -> None:
+    assert list(columns(["name", "us"], [["a", "1.5"], ["longer", "1000.0"]])) == [
+        "# name        us",
+        "  a          1.5",
+        "  longer  1000.0",
+    ]
