@@ -9,7 +9,8 @@ from __future__ import annotations
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth; KeyError for a collective that nccl-tests does not define."""
+    """Bus bandwidth over algorithm bandwidth; 0 for a barrier, and 1 for the packing of a bucket, which nccl-tests does
+    not have. KeyError for anything else."""
     per_rank = (ranks - 1) / ranks
     return {
         "all_reduce": 2 * per_rank,
@@ -22,6 +23,7 @@ def bus_factor(collective: str, ranks: int) -> float:
         "reduce": 1.0,
         "send_recv": 1.0,
         "barrier": 0.0,
+        "pack": 1.0,
     }[collective]
 
 

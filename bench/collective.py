@@ -26,6 +26,7 @@ from bench.crew import Crew, Launch, python, start
 from bench.inputs import OPERATIONS
 from bench.samples import LIMIT_FROM, Measurement, Row, summarise, write_csv, write_json
 from bench.states import FAR, NEAR
+from collectives.initialise import BACKENDS
 from kernels.dtypes import find
 
 _DTYPES = {**{nccl: name for name, nccl in table.NCCL_NAMES.items()}, **{name: name for name in table.NCCL_NAMES}}
@@ -106,6 +107,8 @@ def plan_cases(collective: str, arguments: argparse.Namespace) -> list[Case]:
     """Every size, dtype, operation and root, out of place and in place. Raises ValueError for what makes no sense."""
     if arguments.ranks < 1 or arguments.rounds < 1 or arguments.iters < 1 or arguments.warmup_iters < 0:
         raise ValueError("-n, --rounds and --iters are at least 1, -w at least 0")
+    if unknown := [name for name in arguments.backend if name not in BACKENDS]:
+        raise ValueError(f"unknown backend {', '.join(unknown)}: choose from {', '.join(BACKENDS)}")
     dtypes = _choose(arguments.datatype, _DTYPES, list(table.NCCL_NAMES), "datatype")
     ops = _choose(arguments.op, {op: op for op in OPERATIONS}, list(OPERATIONS), "op")
     known_roots = {str(rank): str(rank) for rank in range(arguments.ranks)}

@@ -14,6 +14,7 @@ from statistics import median
 import numpy as np
 
 NEAR, FAR, MIXED = "near", "far", "mixed"
+UNKNOWN = "unknown"  # of benchmarks that do not look
 _USUAL_THRESHOLD = 250.0  # ns, for a machine that showed one state only
 
 

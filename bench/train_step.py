@@ -14,11 +14,11 @@ From their medians, the share of communication that is hidden is 1 - (train - co
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bench import peers
+from bench import peers, record, states
 from bench.crew import FOLDER, RANK, Crew, Launch, Message, python, start
 from bench.pace import Pace
 from bench.worker import Answer, serve
@@ -34,6 +34,8 @@ from bench.worker import Answer, serve
 KINDS = ("train", "compute", "communicate")
 _WARM_UPS = 3
 _MOMENTUM = 0.9
+
+Sample = dict[str, Any]  # as `bench.record` has them
 
 
 class Stepper(Protocol):
@@ -63,14 +65,15 @@ def main(argv: list[str] | None = None) -> int:
     with ExitStack() as stack:
         crews, remarks = start(stack, launches, ranks, timeout=arguments.timeout, needed="mgpu")
         versions = {name: crew.version for name, crew in crews.items()}
-        medians, losses = measure(crews, arguments.rounds, arguments.steps)
+        samples, losses = measure(crews, arguments.rounds, arguments.steps)
+    medians = milliseconds(samples)
     for line in report(medians, versions, batch):
         print(line)
     for remark in remarks:
         print(f"# note: {remark}")
     if arguments.json:
-        found = {"benchmark": "train_step", "milliseconds": medians, "losses": losses, "versions": versions}
-        arguments.json.write_text(json.dumps({**found, "ranks": ranks, "batch": batch}) + "\n")
+        about = {**record.about("train_step", vars(arguments)), "losses": losses, "versions": versions}
+        record.write(arguments.json, about, rows(medians), samples)
     if not np.allclose(list(losses.values()), losses["mgpu"], rtol=1e-4):
         print(f"# the losses differ: {losses}")
         return 1
@@ -87,16 +90,16 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=9, help="samples of each kind, taken in turn (default 9)")
     add("--alone", action="store_true", help="without DistributedDataParallel")
     add("--timeout", type=float, default=120, help="seconds in which a rank must answer (default 120)")
-    add("--json", type=Path, metavar="FILE", help="write the medians")
+    add("--json", type=Path, metavar="FILE", help="write medians and samples, for mgpu bench diff")
     return flags
 
 
-def measure(crews: Mapping[str, Crew], rounds: int, steps: int) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """(median milliseconds by crew and kind, mean loss over the ranks by crew): all crews and kinds, round by round.
+def measure(crews: Mapping[str, Crew], rounds: int, steps: int) -> tuple[list[Sample], dict[str, float]]:
+    """(a sample for each crew, kind and round; mean loss over the ranks by crew): all crews and kinds, round by round.
 
-    A step takes as long as its slowest rank.
+    A step takes as long as its slowest rank, and a sample is the median of `steps` of them.
     """
-    taken: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in KINDS} for name in crews}
+    samples: list[Sample] = []
     losses = {}
     for round in range(rounds + 1):
         for name, crew in list(crews.items())[:: 1 if round % 2 else -1]:
@@ -106,8 +109,27 @@ def measure(crews: Mapping[str, Crew], rounds: int, steps: int) -> tuple[dict[st
                 answers = crew.ask({"do": "steps", "with": request})
                 losses[name] = sum(answer["loss"] for answer in answers) / len(answers)
                 if round:
-                    taken[name][kind] += [max(ns) / 1e6 for ns in zip(*(a["ns"] for a in answers), strict=True)]
-    return {name: {kind: median(ms) for kind, ms in kinds.items()} for name, kinds in taken.items()}, losses
+                    taken = median(max(ns) / 1e3 for ns in zip(*(a["ns"] for a in answers), strict=True))
+                    what = {"label": name, "case": {"kind": kind}, "round": round - 1}
+                    samples.append({**what, "microseconds": taken, "state": states.UNKNOWN})
+    return samples, losses
+
+
+def milliseconds(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+    """Medians over the rounds, by crew and kind."""
+    taken: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for sample in samples:
+        taken[sample["label"]][sample["case"]["kind"]].append(sample["microseconds"] / 1e3)
+    return {name: {kind: median(ms) for kind, ms in kinds.items()} for name, kinds in taken.items()}
+
+
+def rows(medians: Mapping[str, Mapping[str, float]]) -> list[Sample]:
+    """The same as a record has them."""
+    return [
+        {"label": name, "case": {"kind": kind}, "microseconds": 1e3 * ms}
+        for name, kinds in medians.items()
+        for kind, ms in kinds.items()
+    ]
 
 
 def hidden_share(medians: Mapping[str, float]) -> float:
@@ -135,7 +157,7 @@ def train_ours(comm: Any, batch: int) -> None:
     import mgpu_core
 
     images, labels = data(batch, comm.rank, comm.size)
-    stepper = Ours(comm, images, labels, batch)
+    stepper = Ours(comm, network(), images, labels, batch)
     serve(comm.rank, f"mgpu {mgpu_core.__version__}, backend {comm.backend}", answering(stepper))
 
 
@@ -182,11 +204,11 @@ def answering(stepper: Stepper) -> Callable[[Pace, int], Answer]:
 class Ours:
     """mgpu_core's data-parallel training."""
 
-    def __init__(self, comm: Any, images: Any, labels: Any, batch: int) -> None:
+    def __init__(self, comm: Any, model: Any, images: Any, labels: Any, batch: int) -> None:
         from mgpu_core import Tensor, optim
         from mgpu_core.parallel.data import DataParallel
 
-        self._model = DataParallel(network(), comm)
+        self._model = DataParallel(model, comm)
         self._optimizer = optim.SGD(self._model.model.parameters(), lr=0.0, momentum=_MOMENTUM)
         self._images, self._labels, self._batch = Tensor(images), labels, batch
 
@@ -194,13 +216,13 @@ class Ours:
         """Buckets are reduced while backward runs, and waited for at its end."""
         if not communicating:
             with self._model.no_sync():
-                return self._loss()
-        loss = self._loss()
+                return self.forward_and_backward()
+        loss = self.forward_and_backward()
         self._model.synchronize()
         return loss
 
     def communicate(self) -> None:
-        """`synchronize` reduces every gradient that backward has not announced."""
+        """`synchronize` waits for the gradients on their way, and reduces those that backward has not announced."""
         self._model.synchronize()
 
     def update(self) -> None:
@@ -208,7 +230,8 @@ class Ours:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _loss(self) -> float:
+    def forward_and_backward(self) -> float:
+        """The loss. Buckets are on their way when it returns, or through."""
         from mgpu_core.nn.functional import cross_entropy
 
         loss = cross_entropy(self._model(self._images), self._labels, reduction="sum") / self._batch

@@ -1,4 +1,4 @@
-"""Our engine makes every call, and what it leaves is right: each collective, root, placement, kind of memory and plan."""
+"""Our engine leaves what it should: each collective, root, placement and kind of memory, called and planned."""
 
 from typing import Any
 

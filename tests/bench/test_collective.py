@@ -69,6 +69,7 @@ def test_ours_come_in_each_memory_algorithm_and_way_of_calling() -> None:
         ("-b 1 -e 2", "holds an element"),
         ("--against quics", "unknown peer"),
         ("-r 2", "unknown root 2"),
+        ("--backend shn", "unknown backend shn"),
         ("--memory shared", "invalid choice"),
     ],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.train_step import KINDS, as_torch, data, hidden_share, main, measure, report
+from bench.train_step import KINDS, as_torch, data, hidden_share, main, measure, milliseconds, report
 from mgpu_core import Tensor, nn
 
 
@@ -44,7 +44,9 @@ class FakeCrew:
 def test_a_step_takes_as_long_as_its_slowest_rank_and_the_loss_is_the_mean() -> None:
     ms = {"train": 12, "compute": 10, "communicate": 4}
     crews = {"mgpu": FakeCrew(ms, 2.0), "ddp": FakeCrew({kind: 2 * t for kind, t in ms.items()}, 2.0)}
-    medians, losses = measure(crews, rounds=3, steps=2)  # type: ignore[arg-type]
+    samples, losses = measure(crews, rounds=3, steps=2)  # type: ignore[arg-type]
+    assert len(samples) == 3 * 2 * len(KINDS) and {sample["round"] for sample in samples} == {0, 1, 2}
+    medians = milliseconds(samples)
     assert medians == {"mgpu": ms, "ddp": {kind: 2 * t for kind, t in ms.items()}}
     assert losses == {"mgpu": 1.0, "ddp": 1.0}
     lines = list(report(medians, {"mgpu": "mgpu 1"}, batch=120))
@@ -74,5 +76,5 @@ def test_two_ranks_take_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["-n", "2", "--batch", "8", "--steps", "1", "--rounds", "1", "--alone", "--json", f"{tmp_path}/x"]) == 0
     assert "hidden" in capsys.readouterr().out
     content = json.loads((tmp_path / "x").read_text())
-    assert set(content["milliseconds"]["mgpu"]) == set(KINDS)
+    assert {row["case"]["kind"] for row in content["rows"]} == set(KINDS) and len(content["samples"]) == 3
     assert np.isfinite(content["losses"]["mgpu"])
