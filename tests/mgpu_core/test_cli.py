@@ -39,6 +39,20 @@ def test_a_group_lists_the_modules_that_can_be_run(group: str, capsys: pytest.Ca
     assert all(name in listing for name in names)
 
 
+def test_every_collective_is_a_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from bench import collective
+    from collectives.contract import COLLECTIVES
+
+    seen = []
+    monkeypatch.setattr(collective, "run", lambda name, argv: seen.append((name, argv)) or 7)
+    assert cli.main(["bench"]) == 0
+    listing = capsys.readouterr().out
+    for name in COLLECTIVES:
+        assert name in listing
+        assert cli.main(["bench", name.replace("_", "-"), "-n", "2"]) == 7
+        assert seen.pop() == (name, ["-n", "2"])
+
+
 def test_members_are_the_public_modules_with_a_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "probe_package"
     folder.mkdir()
