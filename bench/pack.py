@@ -100,12 +100,13 @@ class Packing(InHostMemory):
         ends = cut(case.count, self._tensors)
         starts = [0, *ends[:-1]]
         given, wanted = ([array[a:b] for a, b in zip(starts, ends)] for array in (x, out))
-        return {
+        calls: dict[str, Callable[[], object]] = {
             "pack": partial(pack.pack, given, out, starts),
             "concatenate": partial(np.concatenate, given, out=out),
             "unpack": partial(pack.unpack, x, wanted, starts),
             "copy": partial(np.copyto, out, x),
-        }[self._way]
+        }
+        return calls[self._way]
 
 
 def cut(count: int, tensors: int) -> list[int]:
