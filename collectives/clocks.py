@@ -32,11 +32,13 @@ class Clocks:
         self._lengths = np.array([len(body) for body in program.bodies], dtype=np.int64)
         # A clock changes when its rank waits or enters. There is a row for the very beginning, and one for the time
         # after each of these turns, slice by slice.
-        self._turns = [[k for k, i in enumerate(body) if isinstance(i, Wait | Enter)] for body in program.bodies]
+        self._turns = [
+            [k for k, i in enumerate(body) if type(i) is Wait or type(i) is Enter] for body in program.bodies
+        ]
         self._turns_a_slice = np.array([len(turns) for turns in self._turns], dtype=np.int64)
         rows = 1 + slices * self._turns_a_slice
         self._first_row = np.cumsum(rows) - rows
-        self._rows = np.zeros((int(rows.sum()), size), dtype=np.int64)
+        self._rows = np.zeros((int(rows.sum()), size), dtype=np.int32)
         # how many turns of a rank come before each of its steps: one array for all ranks
         self._first_step = np.cumsum(1 + self._lengths) - (1 + self._lengths)
         self._turns_before = np.concatenate(
@@ -45,7 +47,7 @@ class Clocks:
         self._signal_steps: dict[tuple[int, int], list[int]] = defaultdict(list)  # by (from, to)
         for rank, body in enumerate(program.bodies):
             for step, instruction in enumerate(body):
-                if isinstance(instruction, Signal):
+                if type(instruction) is Signal:
                     self._signal_steps[rank, instruction.peer].append(step)
         self._play()
 
@@ -65,62 +67,66 @@ class Clocks:
         return self._first_row[rank] + slice_ * self._turns_a_slice[rank] + turn
 
     def _play(self) -> None:
-        """Let each rank go on as far as it can, in turn, until all are through or none can."""
-        rows, ranks = list(self._rows), range(self.program.size)  # views of the rows, made once
-        lengths, first_row, turns_a_slice = (
-            self._lengths.tolist(),
-            self._first_row.tolist(),
-            self._turns_a_slice.tolist(),
-        )
-        what = [self._what_turns_wait_for(rank) for rank in ranks]
-        entered = [turns[0] for turns in self._turns]  # all enter before any can wait
-        self.order += ((rank, 0, entered[rank]) for rank in ranks)
-        done = list(entered)  # each rank's time, at the turn it has come to
-        taken = [0] * len(ranks)  # the turns it has behind it
-        going = True
-        while going:
-            going = False
-            for rank in ranks:
-                turns = self._turns[rank]
-                while taken[rank] < len(turns) * self.slices:
-                    slice_, turn = divmod(taken[rank], len(turns))
-                    row = first_row[rank] + taken[rank] + 1
-                    peer, lag, time, its_row = what[rank][turn]
-                    if peer is None or slice_ < lag:
-                        rows[row][:] = entered if taken[rank] == 0 else rows[row - 1]
-                    else:
-                        time += (slice_ - lag) * lengths[peer]
-                        if done[peer] < time:
-                            break
-                        clock = rows[row]
-                        np.maximum(rows[row - 1], rows[its_row + (slice_ - lag) * turns_a_slice[peer]], out=clock)
-                        if clock[peer] < time:
-                            clock[peer] = time
-                    going = True
-                    taken[rank] += 1
-                    start = turns[turn] + 1
-                    stop = turns[turn + 1] if turn + 1 < len(turns) else lengths[rank]
-                    if slice_ == 0:
-                        self.order.append((rank, start, stop))
-                    done[rank] = slice_ * lengths[rank] + stop
-                    if turn + 1 == len(turns) and slice_ + 1 < self.slices:
-                        done[rank] += turns[0]
-        self._check_progress(taken)
+        """Let all ranks that can take their next turns, all at once, until all are through or none can."""
+        peer, time, source, reached = self._turns_of_all_slices()
+        rows, ranks = self._rows, np.arange(self.program.size)
+        rows[self._first_row + 1] = [turns[0] for turns in self._turns]  # all enter before any can wait
+        taken = [self._first_row]  # the rows from which turns were taken, in order
+        at = self._first_row + 1  # the row that each rank has come to
+        done = reached[self._first_row]  # its time, when it has come to its next turn
+        while (able := done[peer[at]] >= time[at]).any():
+            going, now = ranks[able], at[able]
+            clocks = np.maximum(rows[now], rows[source[now]])
+            told = np.arange(len(now)), peer[now]
+            clocks[told] = np.maximum(clocks[told], time[now])
+            rows[now + 1] = clocks
+            done[going] = reached[now]
+            at[going] += 1
+            taken.append(now)
+        self._check_progress((at - self._first_row).tolist())
+        self._put_in_order(np.concatenate(taken))
 
-    def _what_turns_wait_for(self, rank: int) -> list[tuple[int | None, int, int, int]]:
-        """For each of a rank's turns: whom it waits for (nobody when it enters), the lag, and at which time and with
-        which clock the signal is given, in slice 0.
+    def _turns_of_all_slices(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """For the turn that leads on from each row: whom it waits for, for which time of that rank, in which row that
+        rank's clock then is, and the time to which one's own goes on. Who waits for nobody "waits" for himself.
         """
-        found: list[tuple[int | None, int, int, int]] = []
-        for turn in self._turns[rank]:
-            instruction = self.program.bodies[rank][turn]
-            if isinstance(instruction, Wait):
-                peer, signal, lag = instruction
-                step = self._signal_steps[peer, rank][signal - 1]
-                found.append((peer, lag, step + 1, int(self._row(peer, 0, step))))
-            else:
-                found.append((None, 0, 0, 0))
-        return found
+        size, lengths, turns = self.program.size, self._lengths, self._turns_a_slice
+        rank = np.repeat(np.arange(size), turns)
+        peer, lag, step, stop = (
+            np.concatenate(column) for column in zip(*map(self._turns_of, range(size)), strict=True)
+        )
+        first = np.concatenate([start + np.arange(n) for start, n in zip(self._first_row, turns, strict=True)])
+        slice_ = np.arange(self.slices)[:, np.newaxis]
+        row, back = first + slice_ * turns[rank], slice_ - lag
+        waits = (peer != rank) & (back >= 0)
+        tables = np.zeros((4, len(self._rows)), dtype=np.int64)
+        tables[1] = np.iinfo(np.int64).max  # from the last row of a rank nothing leads on
+        tables[0, row] = np.where(waits, peer, rank)
+        tables[1, row] = np.where(waits, back * lengths[peer] + step + 1, 0)
+        tables[2, row] = np.where(waits, self._row(peer, back, step), row)
+        tables[3, row] = slice_ * lengths[rank] + stop
+        return tuple(tables)
+
+    def _turns_of(self, rank: int) -> list[list[int]]:
+        """For each of a rank's turns in one slice: the peer it waits for (itself, where it enters), the lag, the step
+        at which the signal is given, and the step of the next turn."""
+        turns, body = self._turns[rank], self.program.bodies[rank]
+        waits = [body[turn] for turn in turns]
+        found = [
+            (i.peer, i.lag, self._signal_steps[i.peer, rank][i.signal - 1]) if type(i) is Wait else (rank, 0, 0)
+            for i in waits
+        ]
+        return [*map(list, zip(*found, strict=True)), [*turns[1:], len(body) + turns[0]]]
+
+    def _put_in_order(self, taken: npt.NDArray[np.int64]) -> None:
+        """`order` from the rows from which turns were taken, in the order in which they were."""
+        self.order += ((rank, 0, turns[0]) for rank, turns in enumerate(self._turns))
+        ranks = np.searchsorted(self._first_row, taken, side="right") - 1
+        numbers = taken - self._first_row[ranks]
+        first_slice = numbers < self._turns_a_slice[ranks]
+        ends = [[*turns[1:], len(body)] for turns, body in zip(self._turns, self.program.bodies, strict=True)]
+        for rank, number in zip(ranks[first_slice].tolist(), numbers[first_slice].tolist(), strict=True):
+            self.order.append((rank, self._turns[rank][number] + 1, ends[rank][number]))
 
     def _check_progress(self, taken: list[int]) -> None:
         stuck: dict[int, tuple[int, int]] = {}  # rank -> (step, the peer it waits for)

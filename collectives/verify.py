@@ -87,69 +87,85 @@ def _check_form(program: Program) -> None:
     if program.slots < 2:
         raise ProgramError(f"at least 2 slots must rotate, not {program.slots}")
     signals = Counter((rank, i.peer) for rank, body in enumerate(program.bodies) for i in body if type(i) is Signal)
+    form = _Form(program, signals)
     for rank, body in enumerate(program.bodies):
-        enters = [step for step, instruction in enumerate(body) if isinstance(instruction, Enter)]
+        enters = [step for step, instruction in enumerate(body) if type(instruction) is Enter]
         if len(enters) != 1:
             raise ProgramError(f"every rank enters exactly once, not {len(enters)} times", rank=rank)
         for step, instruction in enumerate(body):
-            flaw = _flaw(instruction, rank, program, signals, entered=step > enters[0])
-            if flaw:
+            if flaw := form.flaw(instruction, rank, step > enters[0]):
                 chunk = instruction.chunk if isinstance(instruction, Move) else None
                 raise ProgramError(f"{flaw} ({instruction})", rank=rank, step=step, chunk=chunk)
 
 
-def _flaw(instruction: Instruction, rank: int, program: Program, signals: Counter[Point], entered: bool) -> str | None:
-    match instruction:
-        case Enter():
-            return None
-        case Signal(peer) | Wait(peer):
-            if not 0 <= peer < program.size or peer == rank:
-                return f"{peer} is not another rank"
-            if not entered:
-                return "ranks neither signal nor wait before all have entered the call"
-            if isinstance(instruction, Wait):
-                if not 1 <= instruction.signal <= signals[peer, rank]:
-                    return f"rank {peer} gives {signals[peer, rank]} signals, there is no number {instruction.signal}"
-                if instruction.lag < 0:
-                    return "no rank can wait for a later slice"
-            return None
-        case Move(chunk, dsts, srcs, raw):
-            if not 0 <= chunk < program.chunks:
-                return f"there are {program.chunks} chunks"
-            if not srcs or not dsts or len(raw) != len(srcs) or len(dsts) > 1 and len(set(dsts)) < len(dsts):
-                return "a move has sources, each with its flag `raw`, and distinct destinations"
-            if len(srcs) > 1 and not program.contract.reduces:
-                return f"{program.collective} reduces nothing"
-            for ref in srcs:
-                if flaw := _flaw_of_place(ref, chunk, rank, program, entered, written=False):
-                    return flaw
-            for ref in dsts:
-                if flaw := _flaw_of_place(ref, chunk, rank, program, entered, written=True):
-                    return flaw
-            return None
+class _Form:
+    """What an instruction may look like in a program."""
 
+    def __init__(self, program: Program, signals: Counter[Point]) -> None:
+        contract = program.contract
+        self.size, self.chunks, self.cells = program.size, program.chunks, program.cells
+        self.staged, self.reduces, self.collective = program.memory == "staged", contract.reduces, program.collective
+        self.brings = [frozenset(contract.brings(rank)) for rank in range(program.size)]
+        self.wants = [contract.wants(rank).keys() for rank in range(program.size)]
+        self.signals = signals  # by (from, to)
 
-def _flaw_of_place(ref: Ref, chunk: int, rank: int, program: Program, entered: bool, written: bool) -> str | None:
-    if not 0 <= ref.rank < program.size:
-        return f"{ref} is no rank's"
-    own = ref.rank == rank
-    if ref.buffer is Buffer.SCRATCH:
-        if not 0 <= ref.place < program.cells:
-            return f"{ref} does not exist: there are {program.cells} cells"
-        return None if entered or (own and written) else f"{ref} is out of bounds before all have entered the call"
-    if ref.place != chunk:
-        return f"{ref} is not the place of chunk {chunk}"
-    if ref.buffer is Buffer.INPUT and written:
-        return f"{ref} must not be written"
-    if ref.buffer is Buffer.INPUT and chunk not in program.contract.brings(ref.rank):
-        return f"{ref} does not exist: that rank brings no chunk {chunk}"
-    if ref.buffer is Buffer.OUTPUT and chunk not in program.contract.wants(ref.rank):
-        return f"{ref} does not exist: that rank wants no chunk {chunk}"
-    if not own and program.memory == "staged":
-        return f"{ref} is out of reach in staged memory"
-    if not entered and not (own and ref.buffer is Buffer.INPUT):
-        return f"{ref} is out of bounds before all have entered the call"
-    return None
+    def flaw(self, instruction: Instruction, rank: int, entered: bool) -> str | None:
+        if type(instruction) is Move:
+            return self._flaw_of_move(instruction, rank, entered)
+        if type(instruction) is Enter:
+            return None
+        assert not isinstance(instruction, (Move, Enter))
+        peer = instruction.peer
+        if not 0 <= peer < self.size or peer == rank:
+            return f"{peer} is not another rank"
+        if not entered:
+            return "ranks neither signal nor wait before all have entered the call"
+        if type(instruction) is Wait:
+            if not 1 <= instruction.signal <= self.signals[peer, rank]:
+                return f"rank {peer} gives {self.signals[peer, rank]} signals, there is no number {instruction.signal}"
+            if instruction.lag < 0:
+                return "no rank can wait for a later slice"
+        return None
+
+    def _flaw_of_move(self, move: Move, rank: int, entered: bool) -> str | None:
+        chunk, dsts, srcs, raw, _ = move
+        if not 0 <= chunk < self.chunks:
+            return f"there are {self.chunks} chunks"
+        if not srcs or not dsts or len(raw) != len(srcs) or len(dsts) > 1 and len(set(dsts)) < len(dsts):
+            return "a move has sources, each with its flag `raw`, and distinct destinations"
+        if len(srcs) > 1 and not self.reduces:
+            return f"{self.collective} reduces nothing"
+        for ref in srcs:
+            if flaw := self._flaw_of_place(ref, chunk, rank, entered, written=False):
+                return flaw
+        for ref in dsts:
+            if flaw := self._flaw_of_place(ref, chunk, rank, entered, written=True):
+                return flaw
+        return None
+
+    def _flaw_of_place(self, ref: Ref, chunk: int, rank: int, entered: bool, written: bool) -> str | None:
+        buffer, owner, place = ref
+        if not 0 <= owner < self.size:
+            return f"{ref} is no rank's"
+        own = owner == rank
+        if buffer is Buffer.SCRATCH:
+            if not 0 <= place < self.cells:
+                return f"{ref} does not exist: there are {self.cells} cells"
+            return None if entered or (own and written) else f"{ref} is out of bounds before all have entered the call"
+        if place != chunk:
+            return f"{ref} is not the place of chunk {chunk}"
+        if buffer is Buffer.INPUT:
+            if written:
+                return f"{ref} must not be written"
+            if chunk not in self.brings[owner]:
+                return f"{ref} does not exist: that rank brings no chunk {chunk}"
+        elif chunk not in self.wants[owner]:
+            return f"{ref} does not exist: that rank wants no chunk {chunk}"
+        if not own and self.staged:
+            return f"{ref} is out of reach in staged memory"
+        if not entered and not (own and buffer is Buffer.INPUT):
+            return f"{ref} is out of bounds before all have entered the call"
+        return None
 
 
 class _Values:
@@ -160,6 +176,7 @@ class _Values:
         self.chunk: list[int] = []
         self.contributions: list[int] = []  # the set of ranks, as a bit mask
         self.finished: list[bool] = []  # made by a Move marked `final`
+        self.raw: list[bool] = []  # one rank's, untouched
 
     def contribution(self, rank: int, chunk: int) -> int:
         return self._number((-1, rank, chunk), chunk, 1 << rank, False)
@@ -169,16 +186,14 @@ class _Values:
             return sources[0]
         return self._number((final, *sources), self.chunk[sources[0]], contributions, final)
 
-    def is_raw(self, value: int) -> bool:
-        return self.contributions[value].bit_count() == 1 and not self.finished[value]
-
     def _number(self, key: tuple[int, ...], chunk: int, contributions: int, finished: bool) -> int:
-        if key not in self.numbers:
-            self.numbers[key] = len(self.chunk)
+        number = self.numbers.setdefault(key, len(self.chunk))
+        if number == len(self.chunk):
             self.chunk.append(chunk)
             self.contributions.append(contributions)
             self.finished.append(finished)
-        return self.numbers[key]
+            self.raw.append(contributions.bit_count() == 1 and not finished)
+        return number
 
 
 class _Place:
@@ -206,10 +221,10 @@ class _Dataflow:
         self.last_visit: dict[tuple[int, int, bool], int] = {}  # (owner, visitor, to its scratch): the visitor's step
         self.untouched = untouched_inputs(move for body in program.bodies for move in body if type(move) is Move)
         for rank, start, stop in order:
+            body = program.bodies[rank]
             for step in range(start, stop):
-                instruction = program.bodies[rank][step]
-                if type(instruction) is Move:
-                    self._move(instruction, (rank, step))
+                if type(move := body[step]) is Move:
+                    self._move(move, (rank, step))
 
     def chunk(self, at: Point) -> int:
         move = self.program.bodies[at[0]][at[1]]
@@ -221,16 +236,17 @@ class _Dataflow:
 
     def _move(self, move: Move, at: Point) -> None:
         values = self.values
-        sources = [self._read(ref, move, at) for ref in move.srcs]
-        contributions = 0
-        for ref, value, raw in zip(move.srcs, sources, move.raw, strict=True):
-            twice = contributions & values.contributions[value]
-            if twice:
+        sources, contributions, finished = [], 0, False
+        for ref, raw in zip(move.srcs, move.raw, strict=True):
+            value = self._read(ref, move, at)
+            sources.append(value)
+            brought = values.contributions[value]
+            if twice := contributions & brought:
                 self._fail(f"{ref} counts the contribution of rank {_ranks(twice)} twice", at, move)
-            contributions |= values.contributions[value]
-            if raw != values.is_raw(value):
+            contributions |= brought
+            if raw != values.raw[value]:
                 self._fail(f"{ref} is marked {'' if raw else 'not '}raw, wrongly", at, move)
-        finished = any(values.finished[value] for value in sources)
+            finished = finished or values.finished[value]
         if move.final != (contributions == self.complete and not finished):
             self._fail(f"marked {'' if move.final else 'not '}final, wrongly", at, move)
         result = values.reduction(sources, contributions, move.final)
@@ -239,45 +255,45 @@ class _Dataflow:
 
     def memory(self, ref: Ref) -> Ref:
         """One name for each place: INPUT and OUTPUT of one number are the same memory if a call is in place."""
-        if ref.buffer is Buffer.INPUT and (ref.rank, ref.place) not in self.untouched:
-            return Ref(Buffer.OUTPUT, ref.rank, ref.place)
+        buffer, rank, place = ref
+        if buffer is Buffer.INPUT and (rank, place) not in self.untouched:
+            return Ref(Buffer.OUTPUT, rank, place)
         return ref
 
     def _read(self, ref: Ref, move: Move, at: Point) -> int:
-        self._visit(ref, at)
+        buffer, owner, _ = ref
+        if owner != at[0]:
+            self.last_visit[owner, at[0], buffer is Buffer.SCRATCH] = at[1]
         memory = self.memory(ref)
         place = self.places.get(memory)
         if place is None:
-            if ref.buffer is not Buffer.INPUT:
+            if buffer is not Buffer.INPUT:
                 self._fail(f"{ref} is read before anything was written there", at, move)
-            place = _Place(self.values.contribution(ref.rank, move.chunk), Buffer.INPUT, None, None)
+            place = _Place(self.values.contribution(owner, move.chunk), Buffer.INPUT, None, None)
             self.places[memory] = place
-        if place.buffer is not ref.buffer:
-            problem = (
-                "was overwritten, if the call is in place" if ref.buffer is Buffer.INPUT else "was not written yet"
-            )
+        if place.buffer is not buffer:
+            problem = "was overwritten, if the call is in place" if buffer is Buffer.INPUT else "was not written yet"
             self._fail(f"{ref} is read, but {problem}", at, move)
         if self.values.chunk[place.value] != move.chunk:
             self._fail(f"{ref} holds chunk {self.values.chunk[place.value]}", at, move)
-        if place.writer is not None and place.writer[0] != at[0]:
-            self.conflicts.append((at, place.writer, ref))
+        writer = place.writer
+        if writer is not None and writer[0] != at[0]:
+            self.conflicts.append((at, writer, ref))
         place.readers.append(at)
         return place.value
 
     def _write(self, ref: Ref, value: int, at: Point) -> None:
-        self._visit(ref, at)
+        buffer, owner, _ = ref
+        if owner != at[0]:
+            self.last_visit[owner, at[0], buffer is Buffer.SCRATCH] = at[1]
         memory = self.memory(ref)
-        before = self.places.get(memory)
-        first = at
+        before, first = self.places.get(memory), at
         if before is not None:
-            users = before.readers if before.writer is None else [before.writer, *before.readers]
-            self.conflicts += ((at, user, ref) for user in users if user[0] != at[0])
+            for user in before.readers if before.writer is None else (before.writer, *before.readers):
+                if user[0] != at[0]:
+                    self.conflicts.append((at, user, ref))
             first = before.first or at
-        self.places[memory] = _Place(value, ref.buffer, at, first)
-
-    def _visit(self, ref: Ref, at: Point) -> None:
-        if ref.rank != at[0]:
-            self.last_visit[ref.rank, at[0], ref.buffer is Buffer.SCRATCH] = at[1]
+        self.places[memory] = _Place(value, buffer, at, first)
 
 
 def _check_results(data: _Dataflow) -> None:
@@ -310,30 +326,39 @@ def _check_races(data: _Dataflow, clocks: Clocks, slots: int) -> None:
 
 def _require(orders: list[tuple[Point, Point, Ref]], data: _Dataflow, clocks: Clocks, apart: int) -> None:
     """In each slice, the later access must know of the earlier, which came `apart` slices before."""
-    if not orders:
-        return
-    points = chain.from_iterable(later + earlier for later, earlier, _ in orders)
-    rank, step, peer, its_step = np.fromiter(points, np.int64, 4 * len(orders)).reshape(-1, 4).T
-    for slice_ in range(apart, clocks.slices):
-        known = clocks.know(rank, slice_, step, peer, slice_ - apart, its_step)
-        if not known.all():
-            at, other, ref = orders[int(np.argmin(known))]
-            when = f", {apart} slices ago" if apart else ""
-            message = f"uses {ref} while rank {other[0]} may still be at its step {other[1]}{when}, which uses it too"
-            raise ProgramError(message, rank=at[0], step=at[1], chunk=data.chunk(at))
+    if (flaw := _first_unknown([later + earlier for later, earlier, _ in orders], clocks, apart)) is not None:
+        at, other, ref = orders[flaw]
+        when = f", {apart} slices ago" if apart else ""
+        message = f"uses {ref} while rank {other[0]} may still be at its step {other[1]}{when}, which uses it too"
+        raise ProgramError(message, rank=at[0], step=at[1], chunk=data.chunk(at))
 
 
 def _check_ends(data: _Dataflow, clocks: Clocks, slots: int) -> None:
     """When a rank is through, its peers must be done with its arrays, and with the scratch that it may write next."""
-    for (owner, visitor, scratch), step in data.last_visit.items():
+    for scratch in (False, True):
         apart = slots - 1 if scratch else 0
-        end = len(data.program.bodies[owner])
-        slices = np.arange(apart, clocks.slices)
-        if not clocks.know(owner, slices, end, visitor, slices - apart, step).all():
+        visits = [
+            (owner, len(data.program.bodies[owner]), visitor, step)
+            for (owner, visitor, to_scratch), step in data.last_visit.items()
+            if to_scratch == scratch
+        ]
+        if (flaw := _first_unknown(visits, clocks, apart)) is not None:
+            owner, _, visitor, step = visits[flaw]
             what = f"its scratch of {apart} slices ago" if scratch else "its arrays"
             raise ProgramError(
                 f"ends while rank {visitor} may still be at its step {step}, which uses {what}", rank=owner
             )
+
+
+def _first_unknown(orders: list[tuple[int, int, int, int]], clocks: Clocks, apart: int) -> int | None:
+    """The first of these (rank, step, peer, its step) where, in some slice, the rank comes to its step and does not
+    know that the peer is through its own of `apart` slices before."""
+    rank, step, peer, its_step = np.fromiter(chain.from_iterable(orders), np.int64, 4 * len(orders)).reshape(-1, 4).T
+    for slice_ in range(apart, clocks.slices):
+        known = clocks.know(rank, slice_, step, peer, slice_ - apart, its_step)
+        if not known.all():
+            return int(np.argmin(known))
+    return None
 
 
 def _ranks(contributions: int) -> str:
