@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from mgpu_core import nn as nn
     from mgpu_core import optim as optim
     from mgpu_core import parallel as parallel
+    from mgpu_core import precision as precision
     from mgpu_core.tensor import Tensor as Tensor
 
-__all__ = ["Tensor", "checkpoint", "data", "nn", "optim", "parallel"]
+__all__ = ["Tensor", "checkpoint", "data", "nn", "optim", "parallel", "precision"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
 
 from mgpu_core.autograd import tape
+from mgpu_core.autograd.autocast import is_short, narrowed, product, widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import VJP, Array, Node
 
@@ -33,7 +34,7 @@ class Tensor:
 
     def __init__(self, data: Any, *, dtype: Any = None, requires_grad: bool = False) -> None:
         self.data: Array = _as_array(data, dtype)
-        if requires_grad and not array_namespace(self.data).isdtype(self.data.dtype, "real floating"):
+        if requires_grad and not _is_a(self.data, "real floating"):
             raise TypeError(f"only floating-point tensors have gradients, this one is {self.data.dtype}")
         self.requires_grad = requires_grad
         self._node: Node | None = None
@@ -184,7 +185,7 @@ class Tensor:
         return record(y, (self, lambda g: -g * y / a))
 
     def __pow__(self, exponent: Any) -> Tensor:
-        a, b = self.data, _value(exponent)
+        a, b = widened(self.data), _value(exponent)
         y = a**b
 
         def to_exponent(g: Array) -> Array:  # 0**b has no slope in b for b > 0, although log 0 is infinite
@@ -196,11 +197,12 @@ class Tensor:
     __radd__, __rmul__ = __add__, __mul__
 
     def exp(self) -> Tensor:
-        y = array_namespace(self.data).exp(self.data)
+        x = widened(self.data)
+        y = array_namespace(x).exp(x)
         return record(y, (self, lambda g: g * y))
 
     def log(self) -> Tensor:
-        x = self.data
+        x = widened(self.data)
         return record(array_namespace(x).log(x), (self, lambda g: g / x))
 
     def sqrt(self) -> Tensor:
@@ -223,7 +225,7 @@ class Tensor:
     # Over axes
 
     def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
-        x = self.data
+        x = widened(self.data)
         expand = _expander(x, axis, keepdims)
         return record(
             array_namespace(x).sum(x, axis=axis, keepdims=keepdims, dtype=x.dtype), (self, lambda g: expand(g))
@@ -301,19 +303,19 @@ class Tensor:
             return (self.reshape(1, -1) @ other).squeeze(-2 if other.ndim > 1 else -1)
         if other.ndim == 1:
             return (self @ other.reshape(-1, 1)).squeeze(-1)
-        a, b = self.data, other.data
+        a, b = narrowed(self.data, other.data)
         xp = array_namespace(a, b)
         if b.ndim == 2 and a.ndim > 2:  # one large product instead of many small ones
             rows = xp.reshape(a, (-1, a.shape[-1]))
             return record(
-                xp.reshape(rows @ b, (*a.shape[:-1], b.shape[-1])),
-                (self, lambda g: g @ b.T),
-                (other, lambda g: rows.T @ xp.reshape(g, (-1, g.shape[-1]))),
+                xp.reshape(product(rows, b), (*a.shape[:-1], b.shape[-1])),
+                (self, lambda g: product(g, b.T)),
+                (other, lambda g: product(rows.T, xp.reshape(g, (-1, g.shape[-1])))),
             )
         return record(
-            a @ b,
-            (self, lambda g: g @ xp.matrix_transpose(b)),
-            (other, lambda g: xp.matrix_transpose(a) @ g),
+            product(a, b),
+            (self, lambda g: product(g, xp.matrix_transpose(b))),
+            (other, lambda g: product(xp.matrix_transpose(a), g)),
         )
 
     def __rmatmul__(self, other: Any) -> Tensor:
@@ -376,7 +378,7 @@ def _as_array(data: Any, dtype: Any) -> Array:
             dtype = np.float32
     xp = array_namespace(data)
     array = xp.asarray(data, dtype=dtype)
-    if not xp.isdtype(array.dtype, ("bool", "integral", "real floating")):
+    if not _is_a(array, ("bool", "integral", "real floating")):
         raise TypeError(f"a tensor holds real numbers, integers or booleans, not {array.dtype}")
     return array
 
@@ -388,8 +390,15 @@ def _value(operand: Any) -> Any:
     return float(operand) if isinstance(operand, float) else operand  # numpy.float64 is a float, but would promote
 
 
+def _is_a(x: Array, kind: Any) -> bool:
+    """Whether its dtype is of one of the array API's kinds; 16-bit floats count as "real floating"."""
+    if is_short(x.dtype):
+        return "real floating" in kind
+    return array_namespace(x).isdtype(x.dtype, kind)
+
+
 def _is_mask(index: Array) -> bool:
-    return array_namespace(index).isdtype(index.dtype, "bool")
+    return _is_a(index, "bool")
 
 
 def _expander(x: Array, axis: Axis, keepdims: bool) -> Callable[[Array], Array]:

@@ -142,7 +142,8 @@ class Trainer:
         self.step = batch.step
         places = range(batch.start, batch.start + len(batch.indices))
         lr = self.schedule(at)
-        with random.batch(seed=self.train.sampler.seed, step=at, samples=places):
+        randomness = random.batch(seed=self.train.sampler.seed, step=at, samples=places)
+        with randomness, self.strategy.precision.autocast():
             done = self.strategy.step(batch, self.loss, lr, stop=never if stop is None else stop.is_set)
         if not math.isfinite(done.loss):
             raise FloatingPointError(
@@ -157,7 +158,7 @@ class Trainer:
         totals: dict[str, float] = {}
         self.strategy.settle()
         self.strategy.module.eval()
-        with no_grad(), self.test.epoch(0) as batches:
+        with no_grad(), self.strategy.precision.autocast(), self.test.epoch(0) as batches:
             for batch in batches:
                 for name, value in self.strategy.score(self.score, batch.arrays).items():
                     totals[name] = totals.get(name, 0.0) + value
@@ -175,7 +176,8 @@ class Trainer:
         self.strategy.settle()
         if self._writer is not None:
             position = {"epoch": self.epoch, "step": self.step, "seconds": self.seconds, "scores": self.scores}
-            meta = {"settings": self.settings, "data": self._data(), **position}
+            precision = self.strategy.precision.state()
+            meta = {"settings": self.settings, "data": self._data(), "precision": precision, **position}
             self._writer.save(self.strategy.parts(), meta)
 
     def resume(self, path: str | Path) -> None:
@@ -191,6 +193,7 @@ class Trainer:
                 f"{path} is from a run with {meta['data']}, but this one has {self._data()}"
             )
         self.strategy.load(path)
+        self.strategy.precision.load_state(meta.get("precision", {}))
         self.epoch, self.step = meta["epoch"], meta["step"]
         self.seconds, self.scores = meta["seconds"], meta["scores"]
 

@@ -35,6 +35,7 @@ from array_api_compat import array_namespace
 from collectives.stream import SLOT_BYTES, SLOTS
 from mgpu_core import random
 from mgpu_core.autograd import no_grad
+from mgpu_core.autograd.autocast import autocast_dtype
 from mgpu_core.autograd.tape import Array
 from mgpu_core.data.sampler import split
 from mgpu_core.nn import Module, Sequential
@@ -156,7 +157,7 @@ class Pipeline:
         For inputs of a new shape the ranks find out together: each computes its outputs for zeros, in evaluation mode
         and so without a trace, and tells the next one their form.
         """
-        key = (inputs.shape, inputs.dtype)
+        key = (inputs.shape, inputs.dtype, autocast_dtype())
         if key not in self._boundaries:
             self._boundaries[key] = self._agree(inputs)
         return self._boundaries[key]

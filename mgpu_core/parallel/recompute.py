@@ -16,6 +16,7 @@ from array_api_compat import array_namespace
 
 from mgpu_core import random
 from mgpu_core.autograd import tape
+from mgpu_core.autograd.autocast import autocast, autocast_dtype
 from mgpu_core.autograd.replay import Journal
 from mgpu_core.autograd.tape import VJP, Array, Node, once
 from mgpu_core.tensor import Tensor, record
@@ -32,7 +33,7 @@ def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
     """
     if not tape.is_recording():
         return function(*inputs)
-    began, journal, randomness = tape.mark(), Journal(), random.current()
+    began, journal, randomness, dtype = tape.mark(), Journal(), random.current(), autocast_dtype()
     with journal.record():
         outputs = function(*inputs)
     parts: tuple[Tensor, ...] = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -46,7 +47,7 @@ def recompute(function: Callable[..., Any], *inputs: Any) -> Any:
     def run_again(_: Array) -> dict[Any, Array]:
         """The gradients of `sources`, from those of the outputs."""
         began = tape.mark()
-        with tape.recording(True), random.resumed(randomness), journal.replay():
+        with tape.recording(True), autocast(dtype), random.resumed(randomness), journal.replay():
             again = function(*inputs)
         again = again if isinstance(again, tuple) else (again,)
         ends = _cut(again, began)

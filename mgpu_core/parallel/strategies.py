@@ -31,6 +31,7 @@ from mgpu_core.parallel.local import LocalSGD
 from mgpu_core.parallel.mesh import Mesh
 from mgpu_core.parallel.pipeline import Pipeline
 from mgpu_core.parallel.speeds import Balance
+from mgpu_core.precision import Precision
 from mgpu_core.tensor import Tensor
 
 Arrays = tuple[Any, ...]
@@ -65,16 +66,33 @@ class Strategy(ABC):
         part, test_part: options of a `Loader` that gives this rank its part of training, and of test batches.
         reached: the step before which the latest `batches` ended.
         stopped: whether that was because a rank was asked to.
+        precision: what is computed in; may be assigned before the training begins. StrategyError for one that scales
+            the loss where ranks take no steps together.
     """
 
     comm: Any
     module: Module
     counts = True  # whether this rank's scores are counted: of equal copies only one is
+    in_step = False  # whether all ranks take each of the optimiser's steps together
 
     def __init__(self, comm: Any, data: Any) -> None:
         self.comm = comm if comm is not None and comm.size > 1 else None
         self.part, self.test_part = _part(data), _part(data)
         self.reached, self.stopped = 0, False
+        self.precision = Precision()
+
+    @property
+    def precision(self) -> Precision:
+        return self._precision
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        if precision.scales and not self.in_step:
+            raise StrategyError(
+                f"{precision.name} scales the loss by a factor that all ranks find together, in steps that they take "
+                f"together, and {type(self).__name__} has none; use bfloat16, which needs no scale"
+            )
+        self._precision = precision
 
     def batches(self, loader: Loader, epoch: int, first: int, last: int) -> Generator[Batch, None, None]:
         """This rank's share of the steps from `first` to before `last`, or to where a rank was asked to stop."""
@@ -108,7 +126,9 @@ class Strategy(ABC):
 
     def told(self) -> dict[str, float]:
         """What else is worth noting of the training so far."""
-        return {}
+        if not self.precision.scales:
+            return {}
+        return {"loss_scale": self.precision.scale, "steps_left_out": float(self.precision.skipped)}
 
     @abstractmethod
     def parts(self) -> dict[str, checkpoint.Part]:
@@ -139,6 +159,8 @@ class Synchronous(Strategy):
         speeds: of the ranks, by which a batch is cut, or "auto" to measure them; None cuts evenly. See `Balance`.
     """
 
+    in_step = True
+
     def __init__(
         self,
         model: DataParallel,
@@ -163,11 +185,11 @@ class Synchronous(Strategy):
         with span("forward"):
             mean = loss(self.model, batch.arrays) / batch.global_count
         with span("backward"):
-            mean.backward()
+            self.precision.backward(mean)
         with span("wait for gradients", "wait"):
             waited = self.model.synchronize()
         with span("optimizer"):
-            self.optimizer.step()
+            self.precision.step(self.optimizer, self.comm)
         self._balances.step(batch, time.perf_counter() - began - waited)
         return self._agree(float(mean) if self.counts else 0.0, waited, stop)
 
@@ -178,7 +200,7 @@ class Synchronous(Strategy):
         return _sums(score(self.model, arrays))
 
     def told(self) -> dict[str, float]:
-        return self._balances.told()
+        return super().told() | self._balances.told()
 
     def parts(self) -> dict[str, checkpoint.Part]:
         return checkpoint.parts(self.model, self.optimizer)
@@ -191,6 +213,8 @@ class Synchronous(Strategy):
 class Pipelined(Strategy):
     """Ranks hold consecutive layers; see `Pipeline`, which takes `options`. `optimizer` is made for this rank's."""
 
+    in_step = True
+
     def __init__(self, model: Any, optimizer: MakeOptimizer, mesh: Mesh, **options: Any) -> None:
         super().__init__(mesh.comm, mesh.data)
         self.mesh = mesh
@@ -201,18 +225,19 @@ class Pipelined(Strategy):
         self._loss: Loss
 
     def step(self, batch: Batch, loss: Loss, lr: float, *, stop: Stop = never) -> Done:
-        self._loss = loss
+        self._loss, scale = loss, self.precision.scale
         self.optimizer.lr = lr
         self.optimizer.zero_grad()
         with span("pipeline"):
             mean = self.pipeline.forward_backward(batch.arrays[0], *batch.arrays, count=batch.global_count)
+        mean /= scale
         with span("optimizer"):
-            self.optimizer.step()
+            self.precision.step(self.optimizer, self.comm)
         return self._agree(mean if self.mesh.index("tensor") == 0 else 0.0, self.pipeline.waited, stop)
 
     def _loss_of(self, outputs: Tensor, *arrays: Any) -> Tensor:
         """The loss where the model has run already, in other ranks."""
-        return self._loss(lambda *inputs: outputs, arrays)
+        return self._loss(lambda *inputs: outputs, arrays) * self.precision.scale
 
     def settle(self) -> None:
         self.pipeline.replicas.average_buffers()

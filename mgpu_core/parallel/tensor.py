@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from array_api_compat import array_namespace
 
+from mgpu_core.autograd.autocast import narrowed, product, widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import VJP, Array, once
 from mgpu_core.nn import (
@@ -261,7 +262,7 @@ def vocabulary_parallel_cross_entropy(
         )
     check_range(labels, classes, "a class")
     xp, shape, count = array_namespace(logits.data), logits.shape, math.prod(labels.shape)
-    rows, labels = xp.reshape(logits.data, (count, last - first)), xp.reshape(labels, (count,)) - first
+    rows, labels = xp.reshape(widened(logits.data), (count, last - first)), xp.reshape(labels, (count,)) - first
     (here,) = xp.nonzero((labels >= 0) & (labels < last - first))
     own = xp.take(labels, here, axis=0)
 
@@ -300,21 +301,21 @@ def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Any, ax
     """`functional.linear` of the copies or, with `axis`, the parts of x."""
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: the last axis of x {x.shape} must be as long as that of the weight {weight.shape}")
-    w = weight.data
-    xp = array_namespace(x.data, w)
+    a, w, b = narrowed(x.data, weight.data, None if bias is None else bias.data)
+    xp = array_namespace(a, w)
     counts = [] if axis is None else lengths(x.shape[axis], comm)
-    a = x.data if axis is None else gathered(x.data, comm, axis, counts)
+    a = a if axis is None else gathered(a, comm, axis, counts)
     shape, outputs = a.shape, w.shape[0]
     count = math.prod(shape[:-1])
     rows = xp.reshape(a, (count, shape[-1]))
-    y = rows @ w.T
-    if bias is not None:
-        y += bias.data
+    y = product(rows, w.T)
+    if b is not None:
+        y += b
 
     @once
     def summing(g: Array) -> Any:
         """The sum of the input's gradient, under way."""
-        partial = xp.reshape(xp.reshape(g, (count, outputs)) @ w, shape)
+        partial = xp.reshape(product(xp.reshape(g, (count, outputs)), w), shape)
         if axis is None:
             return comm.all_reduce(partial, out=partial, async_op=True)
         return Scattered(partial, comm, axis, counts)
@@ -328,7 +329,7 @@ def _column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, comm: Any, ax
 
     return record(
         xp.reshape(y, (*shape[:-1], outputs)),
-        (weight, meanwhile(lambda g: xp.reshape(g, (count, outputs)).T @ rows)),
+        (weight, meanwhile(lambda g: product(xp.reshape(g, (count, outputs)).T, rows))),
         (bias, meanwhile(lambda g: kernels_for(g).channel_sums(xp.reshape(g, (count, outputs))))),
         (x, lambda g: summing(g).wait()),
     )

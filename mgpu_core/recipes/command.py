@@ -18,6 +18,7 @@ from mgpu_core.autograd.memory import keep_freed_memory
 from mgpu_core.nn import Module
 from mgpu_core.parallel import StrategyError
 from mgpu_core.parallel.strategies import Arrays, Loss
+from mgpu_core.precision import PRECISIONS
 from mgpu_core.recipes import parallel
 from mgpu_core.tensor import Tensor
 from mgpu_core.trainer import CHECKPOINT, Trainer
@@ -42,6 +43,7 @@ def parser(
     add("--lr", type=float, help=f"highest learning rate ({defaults['lr'] or 'in proportion to the batch'})")
     add("--seed", type=int, help=f"of the weights and of {seed} (0)")
     add("--dtype", choices=("float32", "float64"), help="(float32)")
+    add("--precision", choices=PRECISIONS, help="of products; parameters and optimisers are --dtype's (float32)")
     add("--out", type=Path, default=Path("runs") / name, help="folder for the results (%(default)s)")
     add("--resume", action="store_true", help="go on from the checkpoint in --out, with its settings")
     add("--steps", type=positive, help="stop after so many steps")
@@ -134,6 +136,7 @@ def settle(options: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str
 
     Returns all settings that `defaults` names, and how the ranks share the work, for the checkpoint.
     """
+    defaults = {"precision": "float32", **defaults}
     for name, default in {**defaults, **parallel.SETTINGS}.items():
         if getattr(options, name) is None:
             setattr(options, name, default)

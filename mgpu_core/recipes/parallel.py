@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from mgpu_core import nn
+from mgpu_core.autograd.autocast import SHORT
 from mgpu_core.parallel import (
     SCHEDULES,
     Asynchronous,
@@ -44,6 +45,7 @@ from mgpu_core.parallel.asynchronous import MakeOptimizer
 from mgpu_core.parallel.hooks import HOOKS
 from mgpu_core.parallel.mesh import AXES
 from mgpu_core.parallel.speeds import parse_speeds
+from mgpu_core.precision import Precision
 from mgpu_core.tensor import Tensor
 
 ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -94,6 +96,14 @@ def check(options: argparse.Namespace, ranks: int) -> dict[str, int]:
         _speeds(options.speeds, ranks)
     if options.slow_rank is not None and not 0 <= options.slow_rank < ranks:
         raise StrategyError(f"--slow-rank {options.slow_rank} is none of the ranks 0 to {ranks - 1}")
+    if options.precision == "float16" and (way in ("async", "ssp", "local") or options.hook not in (None, "bf16")):
+        raise StrategyError(
+            "--precision float16 leaves out the steps in which a gradient overflows, which "
+            + (f"--hook {options.hook} would go on adding up" if options.hook else f"--parallel {way} cannot")
+            + "; bfloat16 has float32's range"
+        )
+    if options.precision in SHORT and options.dtype == "float64":
+        raise StrategyError(f"--precision {options.precision} is for float32 parameters; leave --dtype out")
     if (options.bound or 0) < 0:
         raise StrategyError(f"--bound is a whole number from 0, not {options.bound}")
     if way in ("tp", "pp") and ranks < 2:
@@ -133,6 +143,7 @@ def strategy(
         recomputed: modules of which backward keeps the inputs only, and runs them again.
     """
     made = _strategy(comm, options, network, optimizer, sample, say, recomputed)
+    made.precision = Precision(options.precision)
     given = {"workers": options.workers, "depth": options.prefetch}
     made.part |= {name: value for name, value in given.items() if value is not None}
     return made

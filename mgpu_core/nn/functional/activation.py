@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mgpu_core.autograd.autocast import widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.tensor import Tensor, record
 
@@ -29,13 +30,15 @@ def gelu(x: Tensor) -> Tensor:
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x) over its sum along `axis`."""
-    kernels = kernels_for(x.data)
-    y = kernels.softmax(x.data, axis)
+    a = widened(x.data)
+    kernels = kernels_for(a)
+    y = kernels.softmax(a, axis)
     return record(y, (x, lambda g: kernels.softmax_gradient(g, y, axis)))
 
 
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """The logarithm of softmax, without its overflow and cancellation."""
-    kernels = kernels_for(x.data)
-    y = kernels.log_softmax(x.data, axis)
+    a = widened(x.data)
+    kernels = kernels_for(a)
+    y = kernels.log_softmax(a, axis)
     return record(y, (x, lambda g: kernels.log_softmax_gradient(g, y, axis)))

@@ -8,6 +8,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from mgpu_core import random
+from mgpu_core.autograd.autocast import narrowed
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import Array
 from mgpu_core.nn.functional.lengths import checked_lengths
@@ -37,7 +38,7 @@ def self_attention(
         raise ValueError(f"attention with {heads} heads takes (N, T, 3 D) with D a multiple of them, not {qkv.shape}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout's p must be at least 0 and less than 1, not {dropout}")
-    a = qkv.data
+    (a,) = narrowed(qkv.data)
     xp, kernels = array_namespace(a), kernels_for(a)
     n, t, width = a.shape
     shape = (n, t, 3, heads, width // (3 * heads))

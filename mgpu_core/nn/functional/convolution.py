@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mgpu_core.autograd.autocast import narrowed
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.portable.windows import Pair, output_size
 from mgpu_core.nn.functional.joining import concat
@@ -43,11 +44,11 @@ def conv2d(
             for i in range(groups)
         ]
         return concat(parts, axis=1)
-    a, w = x.data, weight.data
+    a, w, b = narrowed(x.data, weight.data, None if bias is None else bias.data)
     x_shape, w_shape = a.shape, w.shape
     kernels = kernels_for(a)
     return record(
-        kernels.conv2d(a, w, None if bias is None else bias.data, stride, padding),
+        kernels.conv2d(a, w, b, stride, padding),
         (x, lambda g: kernels.conv2d_input_gradient(g, w, x_shape, stride, padding)),
         (weight, lambda g: kernels.conv2d_weight_gradient(g, a, w_shape, stride, padding)),
         (bias, kernels.channel_sums),

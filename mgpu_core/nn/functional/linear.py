@@ -7,6 +7,7 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
+from mgpu_core.autograd.autocast import narrowed, product
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.tensor import Tensor, record
 
@@ -15,18 +16,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., I) times the transpose of weight (O, I), plus bias (O,): (..., O)."""
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear: the last axis of x {x.shape} must be as long as that of the weight {weight.shape}")
-    a, w = x.data, weight.data
+    a, w, b = narrowed(x.data, weight.data, None if bias is None else bias.data)
     xp = array_namespace(a, w)
     shape, outputs = a.shape, w.shape[0]
     rows = xp.reshape(a, (math.prod(shape[:-1]), shape[-1]))
-    y = rows @ w.T
-    if bias is not None:
-        y += bias.data
+    y = product(rows, w.T)
+    if b is not None:
+        y += b
     count = rows.shape[0]
     return record(
         xp.reshape(y, (*shape[:-1], outputs)),
-        (x, lambda g: xp.reshape(xp.reshape(g, (count, outputs)) @ w, shape)),
-        (weight, lambda g: xp.reshape(g, (count, outputs)).T @ rows),
+        (x, lambda g: xp.reshape(product(xp.reshape(g, (count, outputs)), w), shape)),
+        (weight, lambda g: product(xp.reshape(g, (count, outputs)).T, rows)),
         (bias, lambda g: kernels_for(g).channel_sums(xp.reshape(g, (count, outputs)))),
     )
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from array_api_compat import array_namespace
 
+from mgpu_core.autograd.autocast import widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import Array
 from mgpu_core.nn.functional.lengths import checked_lengths
@@ -31,7 +32,7 @@ def cross_entropy(
     check_range(labels, classes, "a class")
     xp = array_namespace(logits.data)
     shape, count = logits.shape, math.prod(labels.shape)
-    rows, labels = xp.reshape(logits.data, (count, classes)), xp.reshape(labels, (count,))
+    rows, labels = xp.reshape(widened(logits.data), (count, classes)), xp.reshape(labels, (count,))
     kernels = kernels_for(rows)
     losses, log_sums = kernels.cross_entropy(rows, labels)
     if weights is None:
@@ -86,12 +87,13 @@ def ctc_loss(
     states = xp.full((n, 2 * labels.shape[1] + 1), blank, dtype=xp.int64)
     states[:, 1::2] = xp.astype(labels, xp.int64)
 
-    kernels = kernels_for(logits.data)
-    log_p = kernels.log_softmax(logits.data, -1)
+    a = widened(logits.data)
+    kernels = kernels_for(a)
+    log_p = kernels.log_softmax(a, -1)
     losses, beginnings = kernels.ctc(log_p, states, lengths, target_lengths)
 
     def vjp(g: Array) -> Array:
         return kernels.ctc_gradient(log_p, beginnings, losses, states, lengths, target_lengths, g)
 
-    total = record(xp.astype(losses, logits.dtype), (logits, vjp)).sum()
+    total = record(xp.astype(losses, a.dtype), (logits, vjp)).sum()
     return total / max(n, 1) if reduction == "mean" else total

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from array_api_compat import array_namespace
 
+from mgpu_core.autograd.autocast import widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.replay import is_replay, remember
 from mgpu_core.autograd.tape import Array, once
@@ -96,7 +97,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) ->
     xp = array_namespace(x.data, weight.data)
     shape, w = x.shape, weight.data
     matrix = (math.prod(shape[:-1]), shape[-1])
-    rows = xp.reshape(x.data, matrix)
+    rows = xp.reshape(widened(x.data), matrix)
     kernels = kernels_for(rows)
     y, center, inverse = kernels.layer_norm(rows, w, bias.data, eps)
 

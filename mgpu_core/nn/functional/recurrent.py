@@ -12,6 +12,7 @@ from typing import Any
 
 from array_api_compat import array_namespace
 
+from mgpu_core.autograd.autocast import widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import Array, once
 from mgpu_core.nn.functional.lengths import checked_lengths
@@ -38,9 +39,10 @@ def lstm(
     sample's end to its beginning, from a state of zeros.
     Raises ValueError where shapes or lengths do not fit.
     """
-    walk = _Walk(x, weight, hidden_weight, 4, state, lengths, reverse)
-    xp, kernels, w, wh, b = walk.xp, kernels_for(x.data), weight.data, hidden_weight.data, bias.data
-    rows = walk.rows(x.data)
+    a = widened(x.data)
+    walk = _Walk(a, weight, hidden_weight, 4, state, lengths, reverse)
+    xp, kernels, w, wh, b = walk.xp, kernels_for(a), weight.data, hidden_weight.data, bias.data
+    rows = walk.rows(a)
     gates = walk.by_time(rows @ w.T)
     first_hidden, first_cell = state or (None, None)
     hidden, cells = walk.states(first_hidden), walk.states(first_cell)
@@ -89,10 +91,11 @@ def gru(
     x is (N, T, D), weight (3 H, D), hidden_weight (3 H, H), bias (3 H,), hidden_bias (H,), `state` (N, H). The rest,
     and what is returned, is as in `lstm`, with h alone for the state.
     """
-    walk = _Walk(x, weight, hidden_weight, 3, None if state is None else (state,), lengths, reverse)
-    xp, kernels, w, wh = walk.xp, kernels_for(x.data), weight.data, hidden_weight.data
+    a = widened(x.data)
+    walk = _Walk(a, weight, hidden_weight, 3, None if state is None else (state,), lengths, reverse)
+    xp, kernels, w, wh = walk.xp, kernels_for(a), weight.data, hidden_weight.data
     b, hb = bias.data, hidden_bias.data
-    rows = walk.rows(x.data)
+    rows = walk.rows(a)
     gates = walk.by_time(rows @ w.T)
     hidden = walk.states(state)
     candidates = xp.empty(hidden[1:, ...].shape, dtype=hidden.dtype)
@@ -137,7 +140,7 @@ class _Walk:
 
     def __init__(
         self,
-        x: Tensor,
+        x: Array,
         weight: Tensor,
         hidden_weight: Tensor,
         gates: int,
@@ -145,7 +148,7 @@ class _Walk:
         lengths: Any,
         reverse: bool,
     ) -> None:
-        self.xp = array_namespace(x.data, weight.data)
+        self.xp = array_namespace(x, weight.data)
         size = hidden_weight.shape[1]
         wanted = (gates * size, size), (gates * size, x.shape[-1])
         if x.ndim != 3 or (hidden_weight.shape, weight.shape) != wanted:

@@ -274,5 +274,5 @@ def test_a_model_that_cannot_be_cut_is_refused_on_every_rank(crew):
 
 def test_the_checkpoints_settings_name_the_way():
     options = argparse.Namespace(**vars(options_of("--parallel ssp --bound 2")))
-    assert command.settle(options, {}) == {"parallel": "ssp", "bound": 2}
+    assert command.settle(options, {}) == {"precision": "float32", "parallel": "ssp", "bound": 2}
     assert Path(command.__file__).exists()
