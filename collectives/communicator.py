@@ -55,7 +55,7 @@ class Again(NamedTuple):
     run: Repeat
     shape: tuple[int, ...] | None  # of the result, if the call made it
     size: int  # elements of the result
-    in_place: bool  # whether source and target may be one
+    ahead: int | None  # in place, bytes from the target's beginning to the source's; None if there is no such call
 
 
 class Work:
@@ -153,7 +153,10 @@ class Communicator:
         async_op: bool = False,
     ) -> Any:
         """The reduction of every rank's `x` on rank `root`: an array like x, or `out`; None on the others."""
-        return self._make(self._reduce(x, op, root=root, out=out, algorithm=algorithm), async_op)
+        terms, gets = None if async_op else ("reduce", op, root, algorithm), self.rank == root
+        if (result := self._call_again(terms, x, out if gets else x)) is not None:
+            return result if gets else None
+        return self._make(self._reduce(x, op, root=root, out=out, algorithm=algorithm), async_op, terms, out)
 
     def reduce_scatter(
         self,
@@ -208,7 +211,11 @@ class Communicator:
         async_op: bool = False,
     ) -> Any:
         """Every rank's x, joined on axis 0, on rank `root`; None on the others. `counts` as for all_gather."""
-        return self._make(self._gather(x, root=root, out=out, counts=counts, algorithm=algorithm), async_op)
+        terms, gets = None if async_op or counts is not None else ("gather", root, algorithm), self.rank == root
+        if (result := self._call_again(terms, x, out if gets else x)) is not None:
+            return result if gets else None
+        prepared = self._gather(x, root=root, out=out, counts=counts, algorithm=algorithm)
+        return self._make(prepared, async_op, terms, out)
 
     def scatter(
         self,
@@ -222,7 +229,11 @@ class Communicator:
     ) -> Any:
         """This rank's block of rank `root`'s x, split on axis 0 into equal blocks or `counts[r]` rows for rank r. Other
         ranks pass no x (it is not looked at), and `out`, which says what they expect."""
-        return self._make(self._scatter(x, root=root, out=out, counts=counts, algorithm=algorithm), async_op)
+        terms = None if async_op or counts is not None else ("scatter", root, algorithm)
+        if (result := self._call_again(terms, x if self.rank == root else out, out)) is not None:
+            return result
+        prepared = self._scatter(x, root=root, out=out, counts=counts, algorithm=algorithm)
+        return self._make(prepared, async_op, terms, out)
 
     def all_to_all(
         self,
@@ -471,10 +482,10 @@ class Communicator:
         again = self._again.get((terms, x.dtype, x.shape))
         if again is None:
             return None
-        run, shape, size, in_place = again
+        run, shape, size, ahead = again
         try:
             if out is x:
-                if not in_place:
+                if ahead != 0 or x.size != size:
                     return None
                 start = end = arrays.plain_address(x)
             else:
@@ -485,7 +496,7 @@ class Communicator:
                 elif type(out) is not np.ndarray or out.dtype != x.dtype or out.size != size:
                     return None
                 start, end = arrays.readable_address(x), arrays.plain_address(out)
-                if start < end + out.nbytes and end < start + x.nbytes:
+                if start < end + out.nbytes and end < start + x.nbytes and start - end != ahead:
                     return None  # they overlap
         except ValueError:
             return None
@@ -494,16 +505,24 @@ class Communicator:
         return out
 
     def _remember(self, terms: tuple[Any, ...], prepared: Prepared, out: Any) -> None:
-        """Give calls like this one their short way."""
+        """Give calls like this one their short way. To a rank that only brings or only gets, that is one in place."""
         call, source, target, _ = prepared
-        assert source is not None and target is not None
-        key, shape = (terms, source.dtype, source.shape), target.shape if out is None else None
+        given = source if source is not None else target
+        assert given is not None
+        key = terms, given.dtype, given.shape
+        shape = target.shape if out is None and target is not None else None
         known = self._again.get(key)
         if known is None:
             if len(self._again) == _MOST_AGAIN:
                 self._again.clear()
-            run = self._backend.repeat(call, source, target)
-            self._again[key] = Again(run, shape, target.size, call.collective in ("all_reduce", "broadcast"))
+            repeat = self._backend.repeat(call, source, target)
+            if target is None:
+                again = Again(lambda start, end, x, _: repeat(start, end, x, None), None, given.size, 0)
+            elif source is None:
+                again = Again(lambda start, end, _, out: repeat(start, end, None, out), None, given.size, 0)
+            else:
+                again = Again(repeat, shape, target.size, self._ahead(call.collective, source, target))
+            self._again[key] = again
         elif shape is not None:
             self._again[key] = known._replace(shape=shape)
 
@@ -652,13 +671,19 @@ class Communicator:
         s, t = arrays.address(source), arrays.address(target)
         if s + source.nbytes <= t or t + target.nbytes <= s:
             return True
-        if collective in ("all_reduce", "reduce"):
-            return s == t
+        return s - t == self._ahead(collective, source, target, counts)
+
+    def _ahead(
+        self, collective: str, source: Array, target: Array, counts: tuple[int, ...] | None = None
+    ) -> int | None:
+        """In place, bytes from the target's beginning to the source's; None if there is no such call."""
+        if collective in ("all_reduce", "reduce", "broadcast"):
+            return 0
         if collective == "all_to_all":
-            return False
+            return None
         small = min(source.nbytes, target.nbytes)
         before = self.rank * small if counts is None else sum(counts[: self.rank]) * source.itemsize
-        return s - t == before if collective in ("all_gather", "gather") else t - s == before
+        return before if collective in ("all_gather", "gather") else -before
 
     def _target(
         self, like: Any, out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]

@@ -75,8 +75,8 @@ class Backend(ABC):
         caller does, or gives them (or what owns them) with each call, to be kept until that call has ended."""
 
     def repeat(self, call: Call, source: Any, target: Any) -> Repeat:
-        """A function that makes such a call on any arrays like these, given their addresses too: the short way of a
-        call that is made again and again."""
+        """A function that makes such a call on any arrays like these, given their addresses too (of one that is None,
+        the other's): the short way of a call that is made again and again."""
         return lambda start, end, source, target: self.run(call, source, target)
 
     @abstractmethod

@@ -156,11 +156,9 @@ class Shm(Backend):
 
     def repeat(self, call: Call, source: Array | None, target: Array | None) -> Repeat:
         execute_on, rank = self._execute_on, self.rank
-        heap, last_start, last_end = self._heap_start, 0, 0
-        if source is not None:
-            last_start = self._heap_bytes - source.nbytes
-        if target is not None:
-            last_end = self._heap_bytes - target.nbytes
+        heap = self._heap_start
+        sizes = [array.nbytes for array in (source, target) if array is not None] or [0]
+        last_start, last_end = self._heap_bytes - sizes[0], self._heap_bytes - sizes[-1]
         jobs: dict[bool, Job] = {}  # by whether the arrays are in symmetric memory
 
         def run(start: int, end: int, source: Array | None, target: Array | None) -> None:

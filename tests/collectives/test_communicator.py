@@ -312,9 +312,46 @@ def again(comm: Communicator) -> list[str]:
                 x[:] = everybodys[rank]
                 comm.broadcast(x, root=root)
                 check(f"broadcast from {root}, {kind}, {turn}", x, everybodys[root])
+                x[:] = everybodys[rank]
+                for name, result in {"reduce": sum(everybodys), "gather": np.concatenate(everybodys)}.items():
+                    target = long[: len(result)] if rank == root else None
+                    for out in (None, target):
+                        got = getattr(comm, name)(x, root=root, out=out)
+                        if (got is None) != (rank != root) or (out is not None and got is not out):
+                            wrong.append(f"{name} to {root} gives {got}")
+                        elif got is not None:
+                            check(f"{name} to {root}, {kind}, {turn}", got, result)
+                parts = np.concatenate(everybodys)
+                if rank == root:
+                    long[:] = parts
+                part = comm.scatter(long if rank == root else None, root=root, out=x)
+                if part is not x:
+                    wrong.append("scatter gives another array than out")
+                check(f"scatter from {root}, {kind}, {turn}", part, everybodys[rank])
             x[:] = everybodys[rank]
             comm.all_reduce(x, out=x)
             check(f"in place, {kind}, {turn}", x, sum(everybodys))
+            own, block = long[rank * n : (rank + 1) * n], x[rank * n // size : (rank + 1) * n // size]
+            for root in range(size):
+                x[:] = everybodys[rank]
+                comm.reduce(x, root=root, out=x)
+                check(f"reduce in place, {kind}, {turn}", x, sum(everybodys) if rank == root else everybodys[rank])
+                own[:] = everybodys[rank]
+                comm.gather(own, root=root, out=long)
+                check(
+                    f"gather in place, {kind}, {turn}",
+                    long if rank == root else own,
+                    parts if rank == root else everybodys[rank],
+                )
+                own[:] = 0
+                comm.scatter(long if rank == root else None, root=root, out=own)
+                check(f"scatter in place, {kind}, {turn}", own, everybodys[rank] if rank != root else 0 * own)
+            own[:] = everybodys[rank]
+            comm.all_gather(own, out=long)
+            check(f"all_gather in place, {kind}, {turn}", long, parts)
+            x[:] = everybodys[rank]
+            comm.reduce_scatter(x, out=block)
+            check(f"reduce_scatter in place, {kind}, {turn}", block, sum(everybodys)[rank * n // size :][: n // size])
     both = np.arange(2 * n)
     check("overlapping", comm.all_reduce(both[:n], out=both[n // 2 : n // 2 + n]), np.arange(n) * size)
     frozen = np.arange(n)
