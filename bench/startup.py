@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from os import environ
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench import record, states
 from bench.crew import python
 
 STAGES = {
@@ -36,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mgpu bench startup", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("-n", "--ranks", type=int, default=2, help="processes on this host (default 2)")
     parser.add_argument("--runs", type=int, default=5, help="fresh interpreters, cold and warm each (default 5)")
-    parser.add_argument("--json", type=argparse.FileType("w"), metavar="FILE", help="write the median seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write medians and every run, for mgpu bench diff")
     arguments = parser.parse_args(argv)
     if arguments.ranks < 1 or arguments.runs < 1:
         parser.error("-n and --runs are at least 1")
@@ -52,9 +54,21 @@ def main(argv: list[str] | None = None) -> int:
     for line in report(seconds, loaded, arguments.ranks):
         print(line)
     if arguments.json:
-        with arguments.json as file:
-            json.dump({"benchmark": "startup", "ranks": arguments.ranks, "seconds": seconds, "loaded": loaded}, file)
+        about = {**record.about("startup", vars(arguments)), "loaded": loaded}
+        samples = [
+            {**entry(kind, stage, run["at"][stage]), "round": round, "state": states.UNKNOWN}
+            for kind, seen in runs.items()
+            for round, run in enumerate(seen)
+            for stage in STAGES
+        ]
+        rows = [entry(kind, stage, seconds[kind][stage]) for kind in seconds for stage in STAGES]
+        record.write(arguments.json, about, rows, samples)
     return 0
+
+
+def entry(kind: str, stage: str, seconds: float) -> dict[str, Any]:
+    """A row or sample as `bench.record` has them."""
+    return {"label": kind, "case": {"stage": stage}, "microseconds": 1e6 * seconds}
 
 
 def start(ranks: int, cache: str) -> dict[str, Any]:

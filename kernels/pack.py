@@ -33,18 +33,21 @@ def pack(tensors: Sequence[Array], bucket: Array, starts: Sequence[int], scale: 
     Products are float32, or float64 if either dtype is; a float64 becomes a shorter float than float32 by way of it.
     Only floats are scaled or cast. Raises ValueError for starts that do not fit (see `table`), TypeError for dtypes.
     """
-    for tensor in tensors:
-        check(find(tensor.dtype), find(bucket.dtype), scale)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        check(find(dtype), find(bucket.dtype), scale)
     _ordered([tensor.size for tensor in tensors], starts, bucket.size)
-    bucket[:] = np.zeros((), bucket.dtype)
+    zero, end = np.zeros((), bucket.dtype), 0
     for tensor, start in zip(tensors, starts):
-        bucket[start : start + tensor.size] = _converted(tensor.reshape(-1), bucket.dtype, scale)
+        bucket[end:start] = zero
+        end = start + tensor.size
+        bucket[start:end] = _converted(tensor.reshape(-1), bucket.dtype, scale)
+    bucket[end:] = zero
 
 
 def unpack(bucket: Array, tensors: Sequence[Array], starts: Sequence[int], scale: float = 1.0) -> None:
     """tensor = bucket[start : start + size] * scale for all tensors, in place, cast to their dtype; see `pack`."""
-    for tensor in tensors:
-        check(find(tensor.dtype), find(bucket.dtype), scale)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        check(find(dtype), find(bucket.dtype), scale)
     _ordered([tensor.size for tensor in tensors], starts, bucket.size)
     for tensor, start in zip(tensors, starts):
         tensor[...] = _converted(bucket[start : start + tensor.size], tensor.dtype, scale).reshape(tensor.shape)
