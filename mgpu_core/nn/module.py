@@ -20,10 +20,11 @@ class Parameter(Tensor):
     """A tensor that is trained: a leaf that requires a gradient. Set `requires_grad` to False to freeze it.
 
     `sharded_over` names the axes of a mesh of ranks along which each rank holds a different part of it; along all
-    others the ranks hold copies. `placement` says which part of a whole parameter this is; None: all of it.
+    others the ranks hold copies. `placement` says which part of a whole parameter this is; None: all of it. `counts` is
+    False for a copy that another stage of a pipeline has too, where that one is to count in norms.
     """
 
-    __slots__ = ("placement", "sharded_over")
+    __slots__ = ("counts", "placement", "sharded_over")
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Parameter(Tensor):
         super().__init__(data, dtype=dtype, requires_grad=True)
         self.sharded_over = sharded_over
         self.placement = placement
+        self.counts = True
 
 
 class Module:

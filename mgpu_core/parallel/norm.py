@@ -18,13 +18,15 @@ def grad_norm(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> float:
     """The Euclidean norm of the gradients of the whole model; the same on every rank of the mesh, which all call it.
 
     Every element counts once. What a parameter is `sharded_over`, its ranks hold different parts of; along the other
-    axes they hold copies, of which the first rank's counts. Along "pipeline" each rank has layers of its own.
+    axes they hold copies, of which the first rank's counts. Along "pipeline" each rank has layers of its own, and of
+    what stages share the first one's copy counts.
     """
     replicated = [axis for axis in ("data", "tensor") if mesh is not None and mesh.index(axis) > 0]
     norms = []
     for parameter in parameters:
         over = getattr(parameter, "sharded_over", ())
-        if parameter.grad is not None and all(axis in over for axis in replicated):
+        counts = getattr(parameter, "counts", True) and all(axis in over for axis in replicated)
+        if parameter.grad is not None and counts:
             norms.append(float(array_namespace(parameter.grad).linalg.vector_norm(parameter.grad)))
     own = math.hypot(*norms)
     if mesh is None or mesh.comm is None:

@@ -18,6 +18,10 @@ masks depend on the samples' places in the global batch.
 
 With `data`, replicas of the pipeline share a batch, as in `DataParallel`: gradients are summed over them in buckets
 while the last micro-batch goes back.
+
+Layers of different stages may share a parameter, as the embedding and the output layer of a language model do (Press
+and Wolf, "Using the output embedding to improve language models", 2017). Every rank that uses it trains a copy, and the
+copies' gradients are summed at the end of a batch, as in Megatron-LM (Narayanan et al., SC 2021).
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from mgpu_core.autograd import no_grad
 from mgpu_core.autograd.autocast import autocast_dtype
 from mgpu_core.autograd.tape import Array
 from mgpu_core.data.sampler import split
-from mgpu_core.nn import Module, Sequential
+from mgpu_core.nn import Module, Parameter, Sequential
 from mgpu_core.parallel.balance import cut
 from mgpu_core.parallel.boundary import Form, Value, is_real, tensors
 from mgpu_core.parallel.data import DataParallel
@@ -82,13 +86,14 @@ class Pipeline:
         bucketing: as for `DataParallel`.
 
     Attributes:
-        module: this rank's layers, under their names in `model`: parameters for the optimiser, states to save.
+        module: this rank's layers: parameters for the optimiser, states to save, under their names in `model`.
         stages: the same layers, by the number of the stage.
         waited: seconds of the latest step in which this rank waited for messages, or for gradients to be summed.
 
     Raises:
         ScheduleError: for a schedule that does not fit the numbers of ranks and micro-batches.
-        ValueError: for fewer layers than stages, and for a parameter that layers of different stages share.
+        ValueError: for fewer layers than stages; with `data` also for a parameter that stages of one rank share, since
+            it would be summed before it is complete.
     """
 
     def __init__(
@@ -113,11 +118,11 @@ class Pipeline:
         for axis in (data, self.comm):  # measured times differ between ranks, cuts must not
             costs = costs if axis is None else axis.broadcast_object(costs)
         parts = cut(costs, schedule.chunks * self.ranks)
-        _refuse_shared(model, parts)
         own = range(self.rank, len(parts), self.ranks)
         self.last = len(parts) - 1
         self.stages = {stage: model[parts[stage]] for stage in own}
-        self.module = _Layers({i: model[i] for stage in own for i in range(len(model))[parts[stage]]})
+        self.module = _Layers(model, [i for stage in own for i in range(len(model))[parts[stage]]])
+        self._tied = self._tie(_shared(model, parts, self.ranks, replicated=data is not None and data.size > 1))
         self.replicas = DataParallel(self.module, data, **bucketing)
         self.loss, self.microbatches = loss, microbatches
         self.waited = 0.0
@@ -134,6 +139,8 @@ class Pipeline:
         To be called by every rank of the pipeline with the same arrays, the samples on their first axis: this replica's
         part of a global batch of `count` samples. Returns this rank's share of the mean loss over the global batch,
         which is zero but on the rank of the last stage. Dropout needs `random.batch` around the call, as anywhere.
+
+        With replicas or shared parameters, which are summed here, gradients have to be zero before.
         """
         step = _Step(self, inputs, targets, count, training=True)
         step.run(self._programs[True, step.eager])
@@ -150,6 +157,29 @@ class Pipeline:
             step.run(self._programs[False, step.eager])
         self.waited = step.waited
         return Tensor(array_namespace(inputs).concat(step.outputs)) if step.outputs else None
+
+    def sum_gradients(self) -> float:
+        """Sums gradients over the replicas, and those of shared parameters over the stages; the seconds that took."""
+        waited = self.replicas.synchronize()
+        began = time.perf_counter()
+        for ranks, parameters in self._tied:
+            for parameter in parameters:
+                if parameter.grad is None:  # this rank's stages did not come to use it
+                    parameter.grad = array_namespace(parameter.data).zeros_like(parameter.data)
+            gradients = [parameter.grad for parameter in parameters]
+            ranks.all_reduce(gradients, out=gradients)
+        return waited + time.perf_counter() - began
+
+    def _tie(self, shared: Mapping[tuple[int, ...], list[Parameter]]) -> list[tuple[Any, list[Parameter]]]:
+        """The parameters that this rank shares with others, and a communicator of these ranks."""
+        tied = []
+        for ranks, parameters in shared.items():
+            among = self.comm.split(0 if self.rank in ranks else None)
+            if among is not None:
+                tied.append((among, parameters))
+                for parameter in parameters:
+                    parameter.counts = self.rank == ranks[0]
+        return tied
 
     def boundaries(self, inputs: Array) -> _Boundaries:
         """What crosses the boundaries between stages for a micro-batch like `inputs`.
@@ -241,7 +271,7 @@ class _Step:
                     with self.reducing(microbatch):
                         self.weights.pop((stage, microbatch)).backward()
                 case ReduceGradients():
-                    self.waited += self.pipeline.replicas.synchronize()
+                    self.waited += self.pipeline.sum_gradients()
 
     def load(self, stage: int, microbatch: int) -> None:
         rows = self.rows[microbatch]
@@ -330,24 +360,37 @@ class _Step:
 
 
 class _Layers(Module):
-    """The layers that a rank holds, under the names that they have in the whole model, a Sequential."""
+    """The layers of a model that a rank holds, and their parameters and buffers under the names they have there."""
 
-    def __init__(self, layers: Mapping[int, Module]) -> None:
-        self._layers = layers
+    def __init__(self, model: Sequential, layers: Iterable[int]) -> None:
+        self._layers = {f"layers.{i}": model[i] for i in layers}
+        self._names = {tensor: name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        return ((f"layers.{i}", layer) for i, layer in self._layers.items())
+        return iter(self._layers.items())
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return ((self._names[tensor], tensor) for _, tensor in super()._named_tensors())
 
 
-def _refuse_shared(model: Sequential, parts: Sequence[slice]) -> None:
-    homes: dict[Tensor, int] = {}
+def _shared(
+    model: Sequential, parts: Sequence[slice], ranks: int, *, replicated: bool
+) -> dict[tuple[int, ...], list[Parameter]]:
+    """The parameters that stages of different ranks share, by these ranks."""
+    users: dict[Parameter, list[int]] = {}
     for stage, part in enumerate(parts):
         for name, parameter in model[part].named_parameters():
-            if homes.setdefault(parameter, stage) != stage:
+            users.setdefault(parameter, []).append(stage % ranks)
+            if replicated and users[parameter].count(stage % ranks) > 1:
                 raise ValueError(
-                    f"stages {homes[parameter]} and {stage} share a parameter, {name} of the latter, but each rank "
-                    "trains parameters of its own; give both layers one each, or let `costs` cut elsewhere"
+                    f"stages of rank {stage % ranks} share a parameter, {name} of stage {stage}, which replicas of the "
+                    "pipeline could not sum in time; take another schedule, or let `costs` cut elsewhere"
                 )
+    shared: dict[tuple[int, ...], list[Parameter]] = {}
+    for parameter, those in users.items():
+        if len(set(those)) > 1:
+            shared.setdefault(tuple(sorted(set(those))), []).append(parameter)
+    return shared
 
 
 @contextmanager

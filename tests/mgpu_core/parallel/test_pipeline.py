@@ -12,6 +12,7 @@ from mgpu_core import nn, optim, random
 from mgpu_core.autograd import no_grad
 from mgpu_core.data.sampler import part
 from mgpu_core.nn import functional as F
+from mgpu_core.parallel import Mesh, grad_norm
 from mgpu_core.parallel.pipeline import Pipeline
 from mgpu_core.parallel.pipeline_schedules import SCHEDULES, Interleaved, ScheduleError
 from mgpu_core.tensor import Tensor, record
@@ -98,6 +99,15 @@ def attention(rng, dtype):
     )
 
 
+def tied(rng, dtype):
+    """The matrix of the embedding is also that of a linear layer near the other end."""
+    embedding, linear = nn.Embedding(12, 6, rng=rng, dtype=dtype), nn.Linear(6, 12, rng=rng, dtype=dtype)
+    linear.weight = embedding.weight
+    blocks = [nn.TransformerBlock(6, 2, rng=rng, dtype=dtype) for _ in range(2)]
+    ends = Mean(), nn.LayerNorm(6, dtype=dtype), linear, nn.Tanh(), nn.Linear(12, 4, rng=rng, dtype=dtype)
+    return nn.Sequential(embedding, *blocks, *ends)
+
+
 def masked(rng, dtype):
     linear = [OnFirst(nn.Linear(6, 6, rng=rng, dtype=dtype)) for _ in range(3)]
     return nn.Sequential(
@@ -114,6 +124,7 @@ MODELS = {
     "dropout": (convolutional, {"dropout": 0.3}, IMAGES),
     "recurrent": (recurrent, {}, SERIES),
     "attention": (attention, {}, WORDS),
+    "tied": (tied, {}, WORDS),
     "masked": (masked, {}, WORDS),
 }
 
@@ -217,7 +228,7 @@ SHORT = [("convolutional", schedule, np.float64, 3) for schedule in SCHEDULES] +
 
 
 def work_of_two(comm):
-    return run_cases(comm, [ROUGH, *SHORT]), large(comm), outputs(comm), run_chosen(comm)
+    return run_cases(comm, [ROUGH, *SHORT]), large(comm), outputs(comm), tied_norm(comm), run_chosen(comm)
 
 
 @functools.cache
@@ -263,7 +274,7 @@ SHARES = [(1, 1), (5, 1), (1, 0)]
 REPLICATED = [
     (name, schedule, shares)
     for shares in SHARES
-    for name, schedule in zip(["dropout", "attention", "dropout", "recurrent"], SCHEDULES)
+    for name, schedule in zip(["dropout", "attention", "tied", "recurrent"], SCHEDULES)
 ]
 
 
@@ -292,6 +303,25 @@ def test_replicas_of_a_pipeline_follow_one_process():
                 np.testing.assert_array_equal(array, results[other][1][key])
 
 
+# Shared parameters
+
+
+def tied_norm(comm):
+    """The norm of the gradients of a batch."""
+    model, inputs = build("tied", np.float64)
+    with Mesh(comm, pipeline=1 if comm is None else comm.size) as mesh:
+        options = {"loss": loss, "schedule": SCHEDULES["1f1b"], "microbatches": MICROBATCHES}
+        pipeline = Pipeline(model, mesh.pipeline, **options)
+        pipeline.forward_backward(inputs[:BATCH], LABELS[:BATCH], count=BATCH)
+        return grad_norm(pipeline.module.parameters(), mesh)
+
+
+def test_what_stages_share_counts_once_in_the_norm_of_gradients():
+    expected = tied_norm(None)
+    for *_, norm, _ in two_ranks():
+        assert norm == pytest.approx(expected, rel=1e-12)
+
+
 # Outputs without training
 
 
@@ -309,7 +339,7 @@ def outputs(comm):
 
 
 def test_the_last_rank_gets_the_models_outputs():
-    first, second = (found for _, _, found, _ in two_ranks())
+    first, second = (found for _, _, found, *_ in two_ranks())
     assert set(first.values()) == {None}
     for (name, schedule, n), found in second.items():
         model, inputs = build(name, np.float64)
@@ -453,15 +483,15 @@ def test_fewer_layers_than_stages_are_refused():
         Pipeline(model, Told(), loss=loss, schedule=Interleaved(2), microbatches=2)
 
 
-def test_parameters_that_stages_share_are_refused_unless_cut_elsewhere():
+def test_replicas_refuse_a_parameter_that_stages_of_one_rank_share_unless_cut_elsewhere():
     rng = np.random.default_rng(0)
     first, second = nn.Linear(2, 2, rng=rng), nn.Linear(2, 2, rng=rng)
     second.weight = first.weight
     model = nn.Sequential(first, nn.ReLU(), second, nn.Linear(2, 2, rng=rng))
-    options = {"loss": loss, "schedule": SCHEDULES["1f1b"], "microbatches": 2}
-    with pytest.raises(ValueError, match=r"stages 0 and 1 share a parameter, layers\.0\.weight"):
-        Pipeline(model, Told(), **options)
-    pipeline = Pipeline(model, Told(), **options, costs=[1, 1, 1, 3])
+    options = {"loss": loss, "schedule": Interleaved(2), "microbatches": 2}
+    with pytest.raises(ValueError, match=r"stages of rank 0 share a parameter, layers\.0\.weight of stage 2"):
+        Pipeline(model, Told(), data=Told(), **options)
+    pipeline = Pipeline(model, Told(), **options)  # no replicas: the rank adds both uses up before anybody looks
     assert [name for name, _ in pipeline.module.named_parameters()] == [
         "layers.0.weight", "layers.0.bias", "layers.2.bias",
     ]  # fmt: skip
