@@ -256,7 +256,10 @@ class Pipelined(Strategy):
 
 
 class Workers(Strategy):
-    """Ranks take whole batches, pull and push without waiting. Steps, losses and speed are those that a rank sees."""
+    """Ranks take whole batches, pull and push without waiting. Steps, losses and speed are those that a rank sees.
+
+    The workers' optimisers' states become their mean in `settle`.
+    """
 
     def __init__(self, model: Asynchronous) -> None:
         super().__init__(model.comm, model.comm)
@@ -285,6 +288,7 @@ class Workers(Strategy):
 
     def settle(self) -> None:
         self.model.average_buffers()
+        self.model.store.average_state()
 
     def told(self) -> dict[str, float]:
         counts = self.model.staleness.counts
