@@ -158,10 +158,11 @@ class ParameterStore:
         return stalest
 
     def state_dict(self) -> dict[str, Array]:
-        """The state of this rank's optimiser, as `Optimizer.state_dict` gives it for whole parameters."""
+        """The state of this rank's optimiser, as `Optimizer.state_dict` gives it for whole parameters; of steps, all
+        ranks'."""
         shards = [shard for _, shard in self._in_turn()]
         kinds = list(shards[0].optimizer.state)
-        state: dict[str, Array] = {"steps": np.asarray(shards[0].optimizer.steps)}
+        state: dict[str, Array] = {"steps": np.asarray(shards[0].pushes)}
         for kind in kinds:
             for name, parameter in self.parameters.items():
                 whole = np.empty_like(parameter.data)
@@ -184,7 +185,7 @@ class ParameterStore:
             )
         self.comm.barrier()
         for owner, shard in self._in_turn():
-            shard.optimizer.steps = int(state["steps"])
+            shard.optimizer.steps = shard.pushes = int(state["steps"])
             for name, parameter in self.parameters.items():
                 if owner == self.comm.rank:  # its owner's to write
                     shard.copy("", name, parameter.data.reshape(-1), out=False)
@@ -197,9 +198,7 @@ class ParameterStore:
         call it together."""
         for shard in self._shards:
             if shard.pieces:
-                optimizer = shard.optimizer
-                optimizer.steps = int(self.comm.all_reduce(np.array([optimizer.steps]), "max")[0])
-                for arrays in optimizer.state.values():
+                for arrays in shard.optimizer.state.values():
                     for array in arrays.values():
                         self.comm.all_reduce(array, "avg", out=array)
 

@@ -30,6 +30,8 @@ from mgpu_core.trainer import METRICS
 RECIPES = ("image-classification", "resnet", "speech", "language-model")
 STRATEGIES = {way: ["--parallel", way] for way in parallel.MESHES}
 STRATEGIES["balanced"] = ["--parallel", "dp", "--speeds", "auto"]
+STRATEGIES["compensated"] = ["--parallel", "async", "--delay-compensation", "2"]
+STRATEGIES["aware"] = ["--parallel", "async", "--staleness-aware"]
 USUAL = "dp,balanced,async,ssp,local"
 _NOTED = ("event", "epoch", "samples", "seconds", "test_loss")  # of every test; what comes next is the score
 

@@ -62,11 +62,15 @@ BELONGS = {  # which options go with which values of --parallel
     "schedule": ("pp", "hybrid"),
     "microbatches": ("pp", "hybrid"),
     "bound": ("ssp",),
+    "delay_compensation": ("async", "ssp"),
+    "staleness_aware": ("async", "ssp"),
     "every": ("local",),
     "slow_rank": ("dp", "async", "ssp", "local", *ZERO),
 }
-SETTINGS = {"parallel": "dp", "mesh": None, "hook": None, "schedule": None, "microbatches": None}
-SETTINGS |= {"bound": None, "every": None}  # what a resumed run takes over, unless it has another --parallel
+SETTINGS: dict[str, Any] = {"parallel": "dp"}  # what a resumed run takes over, unless it has another --parallel
+SETTINGS |= dict.fromkeys(
+    ("mesh", "hook", "schedule", "microbatches", "bound", "delay_compensation", "staleness_aware", "every")
+)
 
 
 def add_options(it: argparse.ArgumentParser, positive: Callable[[str], int]) -> None:
@@ -79,6 +83,8 @@ def add_options(it: argparse.ArgumentParser, positive: Callable[[str], int]) -> 
     add("--schedule", choices=SCHEDULES, help="of pp, hybrid: of the pipeline (1f1b)")
     add("--microbatches", type=positive, help="of pp, hybrid: parts of a batch (4 for each stage)")
     add("--bound", type=int, help="of ssp: steps that a rank may be ahead of the slowest (4)")
+    add("--delay-compensation", type=float, metavar="LAMBDA", help="of async, ssp: correct late gradients (0)")
+    add("--staleness-aware", action="store_true", default=None, help="of async, ssp: late gradients move less")
     add("--every", type=positive, help="of local: steps between two meetings (8)")
 
 
@@ -106,6 +112,8 @@ def check(options: argparse.Namespace, ranks: int) -> dict[str, int]:
         raise StrategyError(f"--precision {options.precision} is for float32 parameters; leave --dtype out")
     if (options.bound or 0) < 0:
         raise StrategyError(f"--bound is a whole number from 0, not {options.bound}")
+    if not 0 <= (options.delay_compensation or 0) < math.inf:
+        raise StrategyError(f"--delay-compensation is a finite number from 0, not {options.delay_compensation}")
     if way in ("tp", "pp") and ranks < 2:
         raise StrategyError(f"--parallel {way} cuts the model over ranks, and needs at least 2; here is {ranks}")
     if way == "hybrid" and not options.mesh and (ranks < 4 or ranks % 2):
@@ -164,7 +172,11 @@ def _strategy(
         bound = None if way == "async" else 4 if options.bound is None else options.bound
         _recompute(network, recomputed)
         say("asynchronous: each rank takes whole batches" + ("" if bound is None else f", at most {bound} steps ahead"))
-        return Workers(Asynchronous(network, comm, optimizer, bound=bound))
+        corrections = {
+            "delay_compensation": options.delay_compensation or 0.0,
+            "staleness_aware": options.staleness_aware or False,
+        }
+        return Workers(Asynchronous(network, comm, optimizer, bound=bound, **corrections))
     speeds = _speeds(options.speeds, ranks) if options.speeds else None
     if way == "local":
         _recompute(network, recomputed)

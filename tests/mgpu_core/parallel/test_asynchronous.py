@@ -281,7 +281,7 @@ def momenta(comm):
     store.average_state()
     mean = store.state_dict()
     pairs = [(tensor.data, wanted), (own, velocity[comm.rank]), (mean["momentum.w"], velocity.mean(axis=0))]
-    return max(np.max(abs(got - want)) for got, want in pairs), int(mean["steps"])
+    return max(np.max(abs(got - want)) for got, want in pairs), int(mean["steps"]) / comm.size
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -170,7 +170,9 @@ def apart(comm, text, kind, folder):
     return second.scores, second.strategy.module.state_dict()
 
 
-@pytest.mark.parametrize("text", ["--parallel async", "--parallel ssp --bound 1", "--parallel local --every 3"])
+@pytest.mark.parametrize(
+    "text", ["--parallel async", "--parallel ssp --bound 1 --staleness-aware", "--parallel local --every 3"]
+)
 def test_apart_they_learn_agree_and_resume(crew, tmp_path, text):
     results = crew(apart, 2, (text, "image", tmp_path))
     for scores, state in results:
@@ -244,6 +246,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(crew):
         ("--speeds 1,2,3", 2, "2 ranks need 2 speeds"),
         ("--bound 3", 2, "--bound is for --parallel ssp"),
         ("--parallel ssp --bound -1", 2, "from 0"),
+        ("--parallel async --delay-compensation nan", 2, "a finite number from 0"),
+        ("--staleness-aware", 2, "--staleness-aware is for --parallel async, ssp"),
         ("--parallel pp --slow-rank 1", 2, "--slow-rank is for"),
         ("--slow-rank 2", 2, "none of the ranks 0 to 1"),
     ],
