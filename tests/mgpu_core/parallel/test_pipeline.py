@@ -274,7 +274,7 @@ SHARES = [(1, 1), (5, 1), (1, 0)]
 REPLICATED = [
     (name, schedule, shares)
     for shares in SHARES
-    for name, schedule in zip(["dropout", "attention", "tied", "recurrent"], SCHEDULES)
+    for name, schedule in zip(["tied", "attention", "dropout", "recurrent"], SCHEDULES)
 ]
 
 
