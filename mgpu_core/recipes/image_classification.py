@@ -105,7 +105,7 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
         comm,
         options,
         build(),
-        partial(optim.SGD, lr=peak, momentum=0.9, weight_decay=5e-4),
+        partial(optim.SGD, lr=peak, momentum=0.9, nesterov=True, weight_decay=5e-4),
         sample=lambda count: prepare((images.train_images[:count], images.train_labels[:count]))[0],
         say=say,
     )
