@@ -216,6 +216,8 @@ def follows_one_process(cases, by_rank):
             assert distance(in_pieces, alone(name, steps=steps)) < 1e-10
         if name == "convolutional" and steps == STEPS:
             assert in_pieces[0][-5:].mean() < 0.7 * in_pieces[0][0]  # it learns
+        if name == "tied":  # where the uses meet, and so the order of their sum, is the schedule's
+            continue
         before = states.setdefault((name, steps), result[1])
         for key, array in result[1].items():
             np.testing.assert_array_equal(array, before[key], err_msg=f"{name}, {schedule}, {key}")
