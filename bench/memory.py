@@ -32,6 +32,7 @@ from mgpu_core.parallel import DataParallel, Sharded
 
 STAGES = (0, 1, 2, 3)
 _STEPS, _ROWS = 4, 8
+_M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,6 +61,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(comm: Any, layers: int, width: int) -> list[dict[str, float]]:
     """One rank. For each stage, bytes: `between` steps, and the `most` seen."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # what arrays free goes back at once, and what is found is what is alive
     learn(comm, 0, 1, width)  # kernels are compiled, and the communicator has its scratch memory
     return [learn(comm, stage, layers, width) for stage in STAGES]
 
@@ -88,7 +92,6 @@ def settled(comm: Any) -> int:
     """Bytes that this process has, once everything that was dropped has been given back."""
     gc.collect()
     comm.empty(1, np.uint8)  # symmetric memory is given back at the next allocation
-    ctypes.CDLL(None).malloc_trim(0)
     comm.barrier()
     return resident()
 
