@@ -172,11 +172,16 @@ def _strategy(
         bound = None if way == "async" else 4 if options.bound is None else options.bound
         _recompute(network, recomputed)
         say("asynchronous: each rank takes whole batches" + ("" if bound is None else f", at most {bound} steps ahead"))
-        corrections = {
-            "delay_compensation": options.delay_compensation or 0.0,
-            "staleness_aware": options.staleness_aware or False,
-        }
-        return Workers(Asynchronous(network, comm, optimizer, bound=bound, **corrections))
+        return Workers(
+            Asynchronous(
+                network,
+                comm,
+                optimizer,
+                bound=bound,
+                delay_compensation=options.delay_compensation or 0.0,
+                staleness_aware=bool(options.staleness_aware),
+            )
+        )
     speeds = _speeds(options.speeds, ranks) if options.speeds else None
     if way == "local":
         _recompute(network, recomputed)
