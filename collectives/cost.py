@@ -3,7 +3,8 @@
 The model is R. Hockney's, alpha + beta n, with gamma for arithmetic (as in R. Thakur, R. Rabenseifner and W. Gropp,
 "Optimization of collective communication operations in MPICH", 2005), and with two kinds of distance: ranks of one
 host load and store each other's memory, ranks of different hosts share their hosts' networks. The bandwidth of memory
-depends on how much of it a call touches, since what fits in a cache is several times faster.
+depends on how much of it a call touches, since what fits in a cache is several times faster, and what does not is
+limited by what all ranks of a host together get from memory.
 
 `predict` plays the same lists that are proven and run, and so knows of pipelining, of credits and of who waits for
 whom. For the usual algorithms there are closed forms as well, for numbers of ranks beyond what one wants to play.
@@ -23,11 +24,14 @@ import numpy as np
 
 from collectives.contract import geometry
 from collectives.memory import LINE, slot_bytes
-from collectives.program import Enter, Move, Program, Signal, Wait
+from collectives.program import Buffer, Enter, Move, Program, Ref, Signal, Wait
 
 MOST_SLICES = 24  # more than these are not replayed one by one: each takes as long as the one before
 
 Seconds = float
+
+
+RATES = ("own", "peer", "together")  # the fields of a topology that depend on how much memory is touched
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,15 @@ class Rate:
         sizes, rates = np.log(np.array(self.points)).T
         return float(np.exp(np.interp(math.log(max(footprint, 1.0)), sizes, rates)))
 
+    def load(self, footprint: float) -> Seconds:
+        """What a byte takes that is loaded, or stored where it was loaded before."""
+        return 1 / self.at(footprint)
+
+    def store(self, footprint: float) -> Seconds:
+        """What a byte takes that is stored where it was not: such a line is loaded first, which takes time where it
+        comes from memory; a cache does it beside other work."""
+        return 2 / self.at(footprint) - 1 / self.at(1)
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -51,29 +64,43 @@ class Topology:
     overhead: Seconds = 60e-9  # of a Move, however small
     own: Rate = Rate(((1, 20e9),))  # at which a rank loads or stores its own memory
     peer: Rate = Rate(((1, 15e9),))  # at which it loads or stores that of another rank of its host
+    together: Rate = Rate(((1, math.inf),))  # at which all ranks of a host together load and store
     arithmetic: float = 40e9  # bytes of operands a rank reduces in a second
     network_latency: Seconds = 5e-6  # from a signal to the waiting rank's going on, between hosts
     network: float = 12e9  # bytes per second that a host sends, and as many that it receives
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
-        """Read a topology from JSON: the fields of this class, rates as one number or a list of [bytes, rate] pairs."""
-        fields = json.loads(Path(path).read_text())
+        """Read a topology from a file: see `parse`."""
+        return cls.parse(Path(path).read_text(), str(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "topology") -> Topology:
+        """A topology from JSON: the fields of this class, rates as one number or a list of [bytes, rate] pairs.
+
+        `name` is for errors: ValueError where it is none.
+        """
+        fields = json.loads(text)
         unknown = sorted(set(fields) - set(cls.__dataclass_fields__))
         if unknown or "hosts" not in fields:
             problem = f"does not know {', '.join(unknown)}" if unknown else "needs hosts, the number of ranks on each"
-            raise ValueError(f"{path}: a topology {problem}; it has {', '.join(cls.__dataclass_fields__)}")
-        for name in ("own", "peer"):
-            if name in fields:
-                points = fields[name] if isinstance(fields[name], list) else [[1, fields[name]]]
-                fields[name] = Rate(tuple((float(size), float(rate)) for size, rate in points))
+            raise ValueError(f"{name}: a topology {problem}; it has {', '.join(cls.__dataclass_fields__)}")
+        for rate in RATES:
+            if rate in fields:
+                points = fields[rate] if isinstance(fields[rate], list) else [[1, fields[rate]]]
+                fields[rate] = Rate(tuple((float(size), float(speed)) for size, speed in points))
         return cls(**{**fields, "hosts": tuple(fields["hosts"])})
 
-    def save(self, path: str | Path) -> None:
+    def text(self) -> str:
+        """The JSON that `parse` reads."""
         fields = asdict(self)
-        for name in ("own", "peer"):
-            fields[name] = fields[name]["points"]
-        Path(path).write_text(json.dumps(fields, indent=1) + "\n")
+        for rate in RATES:
+            fields[rate] = fields[rate]["points"]
+        return json.dumps(fields, indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write what `load` reads."""
+        Path(path).write_text(self.text())
 
     @property
     def size(self) -> int:
@@ -84,11 +111,14 @@ class Topology:
         return [host for host, ranks in enumerate(self.hosts) for _ in range(ranks)]
 
 
-def predict(program: Program, nbytes: int, topology: Topology, *, slot: int | None = None) -> Seconds:
+def predict(
+    program: Program, nbytes: int, topology: Topology, *, in_place: bool = False, slot: int | None = None
+) -> Seconds:
     """The time from when all ranks call to when the last is through.
 
-    `nbytes`: the size of the array that a rank holds, the longer of input and output (as nccl-tests counts). Scratch
-    has slots of `slot` bytes, or as the shm backend's. Raises ValueError if the topology has another number of ranks,
+    `nbytes`: the size of the array that a rank holds, the longer of input and output (as nccl-tests counts).
+    `in_place`: whether a chunk's places in input and output are one. Scratch has slots of `slot` bytes, or as the shm
+    backend's. Raises ValueError if the topology has another number of ranks,
     or if the message takes several slices and the program is for one.
     """
     if topology.size != program.size:
@@ -96,13 +126,12 @@ def predict(program: Program, nbytes: int, topology: Topology, *, slot: int | No
     lengths, step, slices = _cut(program, nbytes, slot)
     if slices > 1 and not program.pipelined:
         raise ValueError(f"{nbytes} bytes take {slices} slices, and {program!r} is for one")
-    footprint = max(topology.hosts) * (nbytes + min(slices, program.slots) * program.cells * step)
-    costs = _Costs(program, topology, footprint)
+    costs = _Costs(program, topology, lengths, step, slices, in_place)
     played = min(slices, MOST_SLICES)
 
     def move(rank: int, at: int, slice_: int, start: Seconds) -> Seconds:
         chunk = program.bodies[rank][at].chunk  # type: ignore[union-attr]
-        return costs.move(rank, at, min(step, lengths[chunk] - slice_ * step), start)
+        return costs.move(rank, at, slice_, min(step, lengths[chunk] - slice_ * step), start)
 
     ends = replay(program, played, move, costs.signal)
     if slices == played:
@@ -193,39 +222,91 @@ def replay(
 
 
 class _Costs:
-    """What Moves and signals cost under a topology, for a call that touches `footprint` bytes on a host."""
+    """What Moves and signals cost under a topology.
 
-    def __init__(self, program: Program, topology: Topology, footprint: float) -> None:
-        self.program, self.topology = program, topology
+    `lengths`: every chunk's bytes; `step`: those of a chunk in one of the `slices`.
+    """
+
+    def __init__(
+        self, program: Program, topology: Topology, lengths: list[int], step: int, slices: int, in_place: bool
+    ) -> None:
+        self.program, self.topology, self.in_place = program, topology, in_place
         self.host = topology.host_of()
-        self.own, self.peer = topology.own.at(footprint), topology.peer.at(footprint)
         self.crowd = [max(1.0, ranks / topology.cores) for ranks in topology.hosts]
-        self.sending = [0.0] * len(topology.hosts)  # until when each host's network is busy
-        self.receiving = [0.0] * len(topology.hosts)
+        self.network = _Shared(len(topology.hosts)), _Shared(len(topology.hosts))  # what hosts send and receive
+        self.memory = _Shared(len(topology.hosts))
+        # What is touched before a slot of scratch is used again: as many slices of everything as there are slots.
+        turns = max(topology.hosts) * min(slices, program.slots) * step
+        self.whole = self._touched(lengths) + turns * program.cells
+        self.turn = min(self.whole, turns * (program.cells + program.chunks))
+        self.visits: set[tuple[int, int, tuple[int, int, int]]] = set()  # (rank, slice, place), in this call
+        self.own, self.peer, self.together = map(self._prices, (topology.own, topology.peer, topology.together))
 
     def signal(self, from_: int, to: int) -> Seconds:
         if self.host[from_] != self.host[to]:
             return self.topology.network_latency
         return self.topology.latency * self.crowd[self.host[to]]
 
-    def move(self, rank: int, step: int, length: int, start: Seconds) -> Seconds:
+    def move(self, rank: int, step: int, slice_: int, length: int, start: Seconds) -> Seconds:
         """When a Move of `length` bytes ends that could start at `start`."""
         instruction = self.program.bodies[rank][step]
         assert isinstance(instruction, Move)
         if length <= 0:
             return start
-        here, end = self.host[rank], start
-        seconds_a_byte = (len(instruction.srcs) - 1) / self.topology.arithmetic
-        for ref in (*instruction.srcs, *instruction.dsts):
+        topology, here = self.topology, self.host[rank]
+        alone, together, end = (len(instruction.srcs) - 1) / topology.arithmetic, 0.0, start
+        loaded, visits = set(map(self._memory, instruction.srcs)), []
+        copies = len(instruction.srcs) == 1
+        dsts = [ref for ref in instruction.dsts if not (copies and self._memory(ref) in loaded)]  # it is there already
+        if not dsts:
+            return start
+        for ref, stores in (*((ref, False) for ref in instruction.srcs), *((ref, True) for ref in dsts)):
             there = self.host[ref.rank]
             if there == here:
-                seconds_a_byte += 1 / (self.own if ref.rank == rank else self.peer)
+                fresh = stores and self._memory(ref) not in loaded
+                visit = rank, slice_, self._memory(ref)
+                recent = ref.buffer is Buffer.SCRATCH or visit in self.visits
+                visits.append(visit)
+                alone += (self.own if ref.rank == rank else self.peer)[recent][fresh]
+                together += self.together[recent][fresh]
                 continue
-            sender, receiver = (there, here) if ref in instruction.srcs else (here, there)
-            self.sending[sender] = max(start, self.sending[sender]) + length / self.topology.network
-            self.receiving[receiver] = max(start, self.receiving[receiver]) + length / self.topology.network
-            end = max(end, self.sending[sender], self.receiving[receiver])
-        return self.topology.overhead * self.crowd[here] + max(end, start + length * seconds_a_byte * self.crowd[here])
+            seconds = length / topology.network
+            sends, receives = self.network
+            sender, receiver = (here, there) if stores else (there, here)
+            end = max(end, sends.take(sender, start, seconds), receives.take(receiver, start, seconds))
+        self.visits.update(visits)
+        end = max(end, start + length * alone * self.crowd[here], self.memory.take(here, start, length * together))
+        return topology.overhead * self.crowd[here] + end
+
+    def _memory(self, ref: Ref) -> tuple[int, int, int]:
+        """What tells a place's memory from others'."""
+        return Buffer.OUTPUT if self.in_place and ref.buffer is Buffer.INPUT else ref.buffer, ref.rank, ref.place
+
+    def _prices(self, rate: Rate) -> tuple[tuple[Seconds, Seconds], ...]:
+        """What a byte takes, by whether it was used recently and whether it is stored afresh."""
+        return tuple((rate.load(footprint), rate.store(footprint)) for footprint in (self.whole, self.turn))
+
+    def _touched(self, lengths: list[int]) -> int:
+        """The most bytes of arrays that the program touches on one host."""
+        moves = (step for body in self.program.bodies for step in body if isinstance(step, Move))
+        places = {self._memory(ref) for move in moves for ref in (*move.srcs, *move.dsts)}
+        touched = [0] * len(self.crowd)
+        for buffer, rank, place in places:
+            if buffer != Buffer.SCRATCH:
+                touched[self.host[rank]] += lengths[place]
+        return max(touched)
+
+
+class _Shared:
+    """Something that each host has one of, for one at a time."""
+
+    def __init__(self, hosts: int) -> None:
+        self._free = [0.0] * hosts  # from when on
+
+    def take(self, host: int, start: Seconds, seconds: Seconds) -> Seconds:
+        """Use it for so long, from `start` on at the earliest; returns the end."""
+        self._free[host] = max(start, self._free[host]) + seconds
+        return self._free[host]
 
 
 # --- closed forms -----------------------------------------------------------------------------------------------------
@@ -245,6 +326,7 @@ class _Equal:
         footprint = self.together * nbytes
         self._overhead = topology.overhead * crowd
         self._own, self._peer = crowd / topology.own.at(footprint), crowd / topology.peer.at(footprint)
+        self._shared = self.together / topology.together.at(footprint)
         self._arithmetic = crowd / topology.arithmetic
         self._network = 1 / topology.network
         self.near, self.far = topology.latency * crowd, topology.network_latency
@@ -253,7 +335,7 @@ class _Equal:
     def move(self, nbytes: float, own: int, peer: int, operands: int = 1, far: int = 0) -> Seconds:
         """A Move that names `own` places of its own rank, `peer` of others on its host, `far` of others elsewhere."""
         local = own * self._own + peer * self._peer + (operands - 1) * self._arithmetic
-        return self._overhead + nbytes * max(local, far * self.together * self._network)
+        return self._overhead + nbytes * max(local, (own + peer) * self._shared, far * self.together * self._network)
 
     def meet(self, nbytes: float, own: int, others: int, operands: int = 1) -> Seconds:
         """A Move where all others are on this host, or all elsewhere."""
@@ -331,7 +413,8 @@ FORMS: dict[tuple[str, str], Callable[[_Equal], Seconds]] = {
 
 
 def closed_form(collective: str, algorithm: str, nbytes: int, topology: Topology) -> Seconds:
-    """The same time by a formula, in symmetric memory; all_reduce by "hierarchical" with one group a host.
+    """The same time by a formula, in symmetric memory; all_reduce by "hierarchical" with one group a host. Whatever is
+    stored counts as if it had been loaded (see `Rate.store`).
 
     Raises ValueError where there is no formula, or where it does not hold: hosts must be equal, and, but for
     "hierarchical", all ranks on one host or each on its own.

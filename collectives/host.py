@@ -15,6 +15,8 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, NamedTuple
 
+from collectives import measured
+from collectives.cost import Topology
 from collectives.memory import PAGE, Heap, Segment, heap_bytes, parse_bytes
 from collectives.rendezvous import Meeting
 
@@ -49,11 +51,15 @@ class Host:
         wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)
         scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
         cores = hex(sum(1 << core for core in os.sched_getaffinity(0)))
-        answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([wanted, scratch, cores]).encode())]
+        tuned = measured.kept(meeting.size) if meeting.rank == 0 else None
+        mine = json.dumps([wanted, scratch, tuned.text() if tuned else "", cores]).encode()
+        answers = [json.loads(answer) for answer in meeting.exchange(mine)]
         world = max(1, min(heap for heap, *_ in answers) // (_SHARE * PAGE)) * (_SHARE * PAGE)
         # Together: a launcher may have bound each rank to a core of its own.
         self.crowded = meeting.size > reduce(or_, (int(cores, 16) for *_, cores in answers)).bit_count()
         self.scratch = int(answers[0][1])  # bytes; 0 to let its size follow from the number of ranks
+        # What rank 0 knows of this machine, so that all choose alike; None if nobody has measured it.
+        self.tuned = Topology.parse(answers[0][2]) if answers[0][2] else None
         own = Segment.create(0, 0, world * (1 + ARENAS // _SHARE))
         with ExitStack() as undo:
             undo.callback(own.close)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from collectives import cost
+from collectives import cost, measured
 from collectives.builder import algorithms
 from collectives.contract import COLLECTIVES
 from collectives.lowering import build
@@ -107,7 +107,7 @@ def predict_main(argv: Sequence[str]) -> int:
         prog="mgpu predict",
         description="Predict how long a collective takes: a table in microseconds, with the fastest marked *.",
         epilog="A topology is a JSON file with the fields of collectives.cost.Topology; without one, -n ranks are on "
-        "one plausible host.",
+        "this machine, if mgpu tune has measured it for as many, else on one plausible host.",
     )
     _add_what(parser)
     parser.add_argument("-b", "--minbytes", default="8", help="smallest message (8)")
@@ -116,14 +116,15 @@ def predict_main(argv: Sequence[str]) -> int:
     parser.add_argument("--topology", help="a JSON file that says where ranks are and how fast everything is")
     parser.add_argument("--closed", action="store_true", help="by formula instead of by replay, for very many ranks")
     chosen = parser.parse_args(argv)
-    topology = cost.Topology.load(chosen.topology) if chosen.topology else cost.Topology((chosen.ranks,))
+    found = None if chosen.topology else measured.kept(chosen.ranks)
+    topology = cost.Topology.load(chosen.topology) if chosen.topology else found or cost.Topology((chosen.ranks,))
     names = _names(parser, chosen)
     if chosen.closed:
         names = [name for name in names if (chosen.collective, name) in cost.FORMS] or names
     size, last = parse_bytes(chosen.minbytes, "-b"), parse_bytes(chosen.maxbytes, "-e")
     if size < 1 or chosen.factor < 2:
         parser.error("sizes start at 1 byte, and grow by a factor of at least 2")
-    where = f"{len(topology.hosts)} hosts" if len(topology.hosts) > 1 else "one host"
+    where = f"{len(topology.hosts)} hosts" if len(topology.hosts) > 1 else "this machine" if found else "one host"
     print(f"{chosen.collective}, {topology.size} ranks on {where}: microseconds")
     print(f"{'bytes':>12}" + "".join(f"{name:>20}" for name in names))
 

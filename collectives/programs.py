@@ -11,8 +11,9 @@ from collectives import select
 from collectives.builder import lookup
 from collectives.call import Call
 from collectives.contract import Geometry, geometry
+from collectives.cost import Topology
 from collectives.job import Encoded, Link
-from collectives.lowering import build
+from collectives.lowering import Memory, build
 from collectives.verify import verified
 from kernels.executor import MOST_SCALED
 
@@ -26,11 +27,16 @@ def ready(collective: str, algorithm: str, size: int, rank: int, **options: Any)
     return _ready(lookup(collective, algorithm), collective, algorithm, size, rank, tuple(sorted(options.items())))
 
 
-def for_call(call: Call, link: Link, memory: str) -> tuple[Encoded, Geometry]:
+def for_call(call: Call, link: Link, memory: Memory, tuned: Topology | None = None) -> tuple[Encoded, Geometry]:
     """This rank's part of the program for a call, the shorter one if one slice holds the message; and where the call's
-    chunks lie. Raises as `ready`, and ValueError for a premul_sum that the algorithm makes too wide."""
+    chunks lie. `tuned`: rank 0's constants, by which to choose the algorithm, if it has any.
+
+    Raises as `ready`, and ValueError for a premul_sum that the algorithm makes too wide.
+    """
     nbytes = call.count * call.dtype.itemsize
-    algorithm = call.algorithm or select.choose(call.collective, link.size, nbytes, memory, call.op)
+    algorithm = call.algorithm or select.choose(
+        call.collective, link.size, nbytes, memory, call.op, tuned, link.slot_bytes
+    )
     for pipelined in (False, True):
         encoded = ready(
             call.collective, algorithm, link.size, link.rank,

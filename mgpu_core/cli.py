@@ -18,6 +18,7 @@ COMMANDS = {
     "verify": ("collectives.inspect:verify_main", "prove a program: mgpu verify all_reduce ring -n 8"),
     "transcribe": ("mgpu_core.transcribe:main", "read spoken digits: mgpu transcribe file.wav"),
     "timeline": ("collectives.trace:main", "what a run's timeline says: mgpu timeline trace.json"),
+    "tune": ("collectives.tune:main", "measure this machine, for choosing and predicting: mgpu tune -n 2"),
     "predict": ("collectives.inspect:predict_main", "predict how long it takes: mgpu predict all_reduce ring -n 8"),
 }
 GROUPS = {  # the modules of a package that define `main`

@@ -33,6 +33,7 @@ from collectives.errors import (
     CollectiveTimeoutError,
 )
 from collectives.job import Job, Link, relocate
+from collectives.lowering import Memory
 from collectives.memory import PAGE, SLOTS, Heap, slot_bytes
 from collectives.region import CLOSED, OPEN
 from collectives.watch import Watch
@@ -320,7 +321,7 @@ class Cuda(OnDevice):
         address, place = self._upload(compose)
         return Launch(address, self._kernel(call), place)
 
-    def _job(self, call: Call, memory: str, places: tuple[int, int]) -> Job:
+    def _job(self, call: Call, memory: Memory, places: tuple[int, int]) -> Job:
         encoded, layout = programs.for_call(call, self._link, memory)
         descriptor = (*call.signature(), encoded.number, *places)
         return Job(

@@ -26,6 +26,7 @@ from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
 from collectives.host import ARENAS, Birth, Host
 from collectives.job import Job, Link
+from collectives.lowering import Memory
 from collectives.memory import SLOTS, Heap, slot_bytes
 from collectives.progress import Progress, Queued
 from collectives.region import CLOSED, FAILED, Member, Region, region_bytes
@@ -205,7 +206,8 @@ class Shm(Backend):
     def _make_job(self, call: Call, symmetric: bool) -> Job:
         """A job for ranks all of whose arrays are in symmetric memory, or not all."""
         try:
-            encoded, layout = programs.for_call(call, self.link, "symmetric" if symmetric else "staged")
+            memory: Memory = "symmetric" if symmetric else "staged"
+            encoded, layout = programs.for_call(call, self.link, memory, self.host.tuned)
         except ProgramError as error:  # which rank 0 alone may have found
             self._refuse(error)
         combine = 0

@@ -50,6 +50,31 @@ def test_the_bandwidth_depends_on_the_footprint() -> None:
     assert rate.at(1e7) == pytest.approx(10e9)  # half-way on logarithmic axes
 
 
+def test_what_is_not_in_the_cache_is_loaded_before_it_is_stored() -> None:
+    """An all-gather loads half of an array and stores two halves; out of the cache each of these is loaded first."""
+    rate = Rate(((8e6, 4e9), (64e6, 1e9)))
+    topology = replace(PLAIN, hosts=(2,), latency=0.0, own=rate, peer=rate)
+    program = build("all_gather", "direct", 2)
+    assert predict(program, MIB, topology) == pytest.approx(1.5 * MIB / 4e9)
+    assert predict(program, 64 * MIB, topology) == pytest.approx(64 * MIB * (0.5 + 2 - 0.25) / 1e9)
+    assert predict(program, 64 * MIB, topology, in_place=True) == pytest.approx(64 * MIB * (0.5 + 1 - 0.125) / 1e9)
+
+
+def test_all_ranks_share_their_host_s_memory() -> None:
+    """A two-shot's 2pN bytes through a memory that is slower than its ranks together."""
+    topology = replace(PLAIN, latency=0.0, together=Rate(((1, 2e9),)))
+    assert predict(build("all_reduce", "two_shot", 4), MIB, topology) == pytest.approx(8 * MIB / 2e9)
+    assert predict(build("reduce", "one_shot", 4), MIB, topology) == pytest.approx(5 * MIB / 1e9)  # one rank alone
+
+
+def test_scratch_stays_in_the_cache() -> None:
+    """Through 1 MiB of it, an array is loaded and stored at the memory's rate, and scratch at the cache's."""
+    fast = Rate(((16e6, 1e12), (64e6, 1e9)))
+    topology = replace(PLAIN, hosts=(2,), latency=0.0, own=fast, peer=fast)
+    program = build("send_recv", "direct", 2, memory="staged", slots=4)
+    assert predict(program, 64 * MIB, topology, slot=MIB // 4) == pytest.approx(2 * 64 * MIB / 1e9, rel=0.05)
+
+
 def test_pipelining_hides_all_but_the_first_slice() -> None:
     """A chain of 8 in staged memory: each slice is stored and loaded once a rank, all ranks at once."""
     topology = replace(PLAIN, hosts=(8,), latency=0.0)

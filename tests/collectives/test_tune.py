@@ -1,0 +1,102 @@
+"""`mgpu tune`: what is measured, what is made of it, where it is kept, and who uses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crew import Crews
+
+import collectives
+from collectives import Communicator, measured, tune
+from collectives.cost import Rate, Topology, predict
+from collectives.inspect import predict_main
+from collectives.lowering import build
+from collectives.select import choose
+from kernels import native
+
+MIB = 1 << 20
+# made up: 40 GB/s from the cache, 10 from memory, of which all ranks together get 16
+SLOW_MEMORY = Topology(
+    (2,),
+    cores=2,
+    latency=1e-7,
+    overhead=1e-7,
+    own=Rate(((MIB, 40e9), (16 * MIB, 10e9))),
+    peer=Rate(((MIB, 40e9), (16 * MIB, 10e9))),
+    together=Rate(((MIB, 80e9), (16 * MIB, 16e9))),
+    arithmetic=float("inf"),
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of its own, with the kernels that are compiled already."""
+    (tmp_path / "kernels").symlink_to(native.cache_folder().parent)
+    monkeypatch.setenv("MGPU_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_model_gives_back_what_it_was_made_of(size: int) -> None:
+    """On the calls that are measured, of sizes in the cache, at its edge and far beyond."""
+    access = {MIB: 2e-11, 4 * MIB: 5e-11, 16 * MIB: 1e-10}
+    alone = {n: n * ((size + 2) * seconds - 2e-11) for n, seconds in access.items()}
+    together = {n: n / size * ((size + 2) * 1.5 * seconds - 3e-11) for n, seconds in access.items()}
+    topology = tune.fit(size, 1e-6, 1e-7, alone, together)
+    for n in access:
+        reduced = predict(build("reduce", "one_shot", size, pipelined=False), n, topology)
+        scattered = predict(build("reduce_scatter", "direct", size, pipelined=False), n, topology)
+        assert reduced == pytest.approx(alone[n] + 1e-7 + 2e-6, rel=0.02)
+        assert scattered == pytest.approx(together[n] + 1e-7 + 2e-6, rel=0.02)
+
+
+def _measure(comm: Communicator) -> Topology:
+    return tune.measure(comm, footprints=[96 << 10, MIB])
+
+
+def test_all_ranks_get_the_same_constants(crew: Crews) -> None:
+    first, other = crew(_measure, 2)
+    assert other == first
+    assert first.hosts == (2,) and first.latency > 0 and first.overhead > 0
+    for rate in (first.own, first.peer, first.together):
+        assert len(rate.points) == 2 and all(0 < speed for _, speed in rate.points)
+
+
+def test_what_is_measured_is_kept_for_as_many_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune, "spawn", lambda fn, ranks, backend: [SLOW_MEMORY] * ranks)
+    assert tune.main(["-n", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "a signal takes 0.10 us" in out and str(measured.path(2)) in out
+    assert measured.kept(2) == SLOW_MEMORY and measured.kept(3) is None
+    assert predict_main(["all_reduce", "two_shot", "-n", "2", "-b", "8"]) == 0
+    assert "2 ranks on this machine" in capsys.readouterr().out
+    measured.path(2).write_text("{")
+    assert measured.kept(2) is None  # damaged: as if never measured
+    with pytest.raises(SystemExit):
+        tune.main(["-n", "1"])
+
+
+def test_choices_follow_the_constants() -> None:
+    slow_signals = replace(SLOW_MEMORY, latency=1e-3)
+    for nbytes in (8, 4096, 32768):
+        assert choose("all_reduce", 2, nbytes, "symmetric", tuned=slow_signals) == "one_shot"
+    assert choose("all_reduce", 2, 64 * MIB, "symmetric", tuned=SLOW_MEMORY) == "two_shot"
+    assert choose("all_reduce", 3, 8, "staged", tuned=SLOW_MEMORY) == "one_shot"  # of a family, too
+    assert choose("all_gather", 2, MIB, "staged", tuned=SLOW_MEMORY) == "direct"
+    assert choose("all_reduce", 2, MIB, "staged") == "two_shot"  # nobody has measured
+
+
+def _tuned(comm: Communicator) -> tuple[Topology | None, float]:
+    x = np.full(1000, comm.rank + 1.0, np.float32)
+    with comm.split(0) as family:  # type: ignore[union-attr]
+        family.all_reduce(x, out=x)
+    return comm._backend.host.tuned, float(x[-1])  # type: ignore[attr-defined]
+
+
+def test_rank_0_s_constants_are_everybody_s() -> None:
+    measured.keep(SLOW_MEMORY)
+    assert collectives.spawn(_tuned, 2) == [(SLOW_MEMORY, 3.0)] * 2
