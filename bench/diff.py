@@ -14,6 +14,7 @@ Where cores were near in some samples and far in others, those of one state are 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -108,6 +109,9 @@ def compare(
             remarks.append(f"{_name(key)}: no state of the machine has samples of both")
             continue
         changes.append(change(key[0], dict(key[1]), a, b, alpha / len(common), least))
+    if any(one.verdict == UNCLEAR for one in changes):
+        needed = next(n for n in itertools.count(1) if cut_off(n, n, alpha / len(common)))
+        remarks.append(f"to tell {len(common)} lines apart takes {needed} samples of each, in one state: more --rounds")
     return changes, remarks
 
 

@@ -98,6 +98,15 @@ def test_what_cannot_be_compared_is_remarked() -> None:
     assert remarks[1:] == ["1 lines are in the first file only", "1 lines are in the second file only"]
 
 
+def test_too_few_rounds_are_said_to_be() -> None:
+    few = content({str(line): [1.0, 2, 3] for line in range(20)})
+    changes, remarks = compare(few, few, 0.05, 0.05)
+    assert {one.verdict for one in changes} == {UNCLEAR}
+    assert remarks == [
+        "to tell 20 lines apart takes 6 samples of each, in one state: more --rounds"
+    ]  # 2 of 924 orders are rarer than 1 in 400
+
+
 def test_the_exit_code_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times = [10.0, 11, 12, 13, 14, 15, 16]
     a, b = tmp_path / "a.json", tmp_path / "b.json"
