@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "momentum": lambda p, mesh: optim.SGD(p, 0.05, momentum=0.9),
     "nesterov": lambda p, mesh: optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
     "adamw": lambda p, mesh: optim.AdamW(p, 0.01),
-    "lars": lambda p, mesh: optim.LARS(p, 1.0, weight_decay=0.01, trust=0.05, mesh=mesh),
+    "lars": lambda p, mesh: optim.LARS(p, 0.05, weight_decay=0.01, trust=0.3, mesh=mesh),
 }
 OPTIONS = {  # what else a step may have
     "plain": {},
