@@ -80,11 +80,6 @@ class Progress:
             self._submit(self._queue, queued.job.address, self._submitted)
             return Ticket(self, self._submitted)
 
-    def let_go(self) -> None:
-        """Drop what the calls that have ended kept alive."""
-        with self._lock:
-            self._sweep()
-
     def ended(self, number: int) -> bool:
         """Whether a call has ended."""
         return (self.completed - number) & 0xFFFFFFFF < 0x80000000
@@ -143,7 +138,6 @@ class Ticket(Pending):
         progress = self._progress
         while not progress.ended(self._number) and progress.failure is None:
             progress.settle(progress.flag, self._number, 200, 20)
-        progress.let_go()
         if progress.failure is not None and self._number >= progress.failure[0]:
             raise copy(progress.failure[1]) from progress.failure[1]
 
