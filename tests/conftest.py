@@ -21,7 +21,7 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "
 # A shell that starts this in the background has it ignore SIGINT, and the programs that tests interrupt would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("mgpu", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("mgpu", deadline=None, print_blob=True, max_examples=40)
 hypothesis.settings.load_profile("mgpu")
 
 from crew import Crews  # noqa: E402
@@ -34,9 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
             compileall.compile_dir(config.rootpath / package, quiet=2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def crew() -> Iterator[Crews]:
-    """Called like `collectives.spawn`, but the ranks stay up for the next test of the file."""
+    """Called like `collectives.spawn`, but the ranks stay up for the next test that asks for as many."""
     crews = Crews()
     yield crews
     crews.close()

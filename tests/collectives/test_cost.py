@@ -125,7 +125,7 @@ def test_signals_wake_their_waiters() -> None:
 @pytest.mark.parametrize(("collective", "algorithm"), FORMS)
 def test_formulas_agree_with_the_replay(collective: str, algorithm: str) -> None:
     rough = {"hierarchical": 0.3, "halving_doubling": 0.2}
-    for ranks in (2, 4, 8, 16, 32)[algorithm in rough :]:
+    for ranks in (2, 4, 8, 16)[algorithm in rough :]:
         if algorithm == "hierarchical":
             topologies = [Topology((ranks // 2, ranks // 2)), Topology((2,) * (ranks // 2))]
         else:

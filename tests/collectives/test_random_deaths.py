@@ -119,7 +119,7 @@ def told(what: str, seconds: list[float]) -> str:
 
 
 def test_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    print(told("kills", kills(monkeypatch, range(4), tmp_path)))
+    print(told("kills", kills(monkeypatch, range(2), tmp_path)))
 
 
 def test_a_rank_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

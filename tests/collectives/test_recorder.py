@@ -23,7 +23,7 @@ with collectives.init(timeout=60) as comm:
     half = comm.split(comm.rank % 2)
     half.all_reduce(np.ones(7, np.float64))
     comm.all_reduce(np.ones(10, np.float32))
-    print("ready", flush=True)
+    print("ready\\n", end="", flush=True)  # in one write, unbuffered too
     if comm.rank == 2:
         time.sleep(100)  # in the middle of something
     comm.broadcast(np.ones(3, np.int64), root=1)

@@ -312,7 +312,7 @@ def test_without_filling_all_slots_an_old_packet_looks_new_after_the_wrap(monkey
 
 # For GPUs.
 
-ARCHITECTURES = ((8, 0), (9, 0), (10, 0))
+ARCHITECTURES = [(8, 0), *(pytest.param((generation, 0), marks=pytest.mark.slow) for generation in (9, 10))]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -149,7 +149,11 @@ def test_a_16_bit_parameter_moves_by_less_than_its_last_place() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "dtype", "architecture"),
-    [("sgd", "float32", (8, 0)), ("adamw", "bfloat16", (9, 0)), ("adamw", "float32", (10, 0))],
+    [
+        ("sgd", "float32", (8, 0)),
+        ("adamw", "bfloat16", (9, 0)),
+        pytest.param("adamw", "float32", (10, 0), marks=pytest.mark.slow),
+    ],
 )
 def test_machine_code_for_gpus(rule: str, dtype: str, architecture: tuple[int, int]) -> None:
     cuda = pytest.importorskip("kernels.targets.cuda", reason="CUDA's compilers are missing", exc_type=ImportError)

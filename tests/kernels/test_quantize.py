@@ -146,8 +146,15 @@ def test_all_codes_come_back(code):
     )
 
 
-@pytest.mark.parametrize("name", ["pack_blocks", "unpack_blocks", "reduce_blocks"])
-@pytest.mark.parametrize("architecture", [(8, 0), (9, 0), (10, 0)])
+# Each for each, of which one of each by default.
+COMPILED = [
+    pytest.param(name, (generation, 0), marks=[pytest.mark.slow] if i != j else [], id=f"{name}-sm_{generation}0")
+    for i, name in enumerate(("pack_blocks", "unpack_blocks", "reduce_blocks"))
+    for j, generation in enumerate((8, 9, 10))
+]
+
+
+@pytest.mark.parametrize(("name", "architecture"), COMPILED)
 def test_it_compiles_for_gpus_with_exact_arithmetic(name, architecture):
     cuda = pytest.importorskip("kernels.targets.cuda", reason="CUDA's compilers are missing", exc_type=ImportError)
     kernel = cuda.compile_quantize(name, architecture)

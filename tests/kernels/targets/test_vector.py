@@ -33,7 +33,10 @@ def as_on_cuda(dtype: str, operation: str) -> Callable[..., int]:
     return bind(elementwise.reduce, bodies, njit)
 
 
-@pytest.mark.parametrize(("dtype", "operation"), [("bfloat16", "avg"), ("complex64", "prod"), ("uint8", "sum")])
+@pytest.mark.parametrize(
+    ("dtype", "operation"),
+    [("bfloat16", "avg"), ("complex64", "prod"), pytest.param("uint8", "sum", marks=pytest.mark.slow)],
+)
 def test_lanes_share_the_work_and_leave_nothing_out(dtype: str, operation: str) -> None:
     numpy = find(dtype).numpy
     compiled, plain = as_on_cuda(dtype, operation), python.reduction(find(dtype), operation)

@@ -38,9 +38,9 @@ def flip(arrays):
     return turned + words[:, 1:].reshape(-1, 4, 4), labels
 
 
-@pytest.mark.parametrize("shares", [[1], [1, 1], [1, 1, 1], [2, 5, 1], [1, 0]], ids=str)
-@pytest.mark.parametrize(("depth", "workers"), [(1, 1), (2, 1), (1, 3), (20, 2)])
-@pytest.mark.parametrize("count", [0, 1, 2, 99, 100])
+@pytest.mark.parametrize("shares", [[1], [1, 1, 1], [2, 5, 1], [1, 0]], ids=str)
+@pytest.mark.parametrize(("depth", "workers"), [(1, 1), (1, 3), (20, 2)])
+@pytest.mark.parametrize("count", [0, 2, 99])
 def test_the_ranks_parts_are_the_batches_of_one_process(shares, depth, workers, count):
     alone = list(loader(count=count, transform=flip).epoch(3))
     assert len(alone) == -(-count // 16)

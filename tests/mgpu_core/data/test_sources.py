@@ -348,7 +348,6 @@ def test_an_apt_that_hangs_is_ended(content, publisher, tmp_path, said, monkeypa
 
 
 def test_digits_stand_in_and_the_user_is_told_why(content, said):
-    pytest.importorskip("sklearn")
     images = data.images(say=said.append)
     assert images.name == "handwritten digits"
     assert images.train_images.shape == (1437, 28, 28) and images.test_images.shape == (360, 28, 28)
@@ -359,7 +358,7 @@ def test_digits_stand_in_and_the_user_is_told_why(content, said):
 
 
 def test_with_neither_the_error_says_which_files_to_put_where(content, said, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(DatasetMissing) as caught:
         data.images(say=said.append)
     for part in (*(f"{name}.gz" for name in SHAPES), "MGPU_DATA", str(tmp_path / "cache"), "scikit-learn"):

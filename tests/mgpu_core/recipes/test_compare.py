@@ -7,8 +7,6 @@ import pytest
 from mgpu_core import data, metrics
 from mgpu_core.recipes import compare
 
-pytest.importorskip("sklearn")
-
 
 @pytest.fixture
 def digits(monkeypatch):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from mgpu_core import Tensor, checkpoint, data, metrics
 from mgpu_core.recipes import image_classification
 from mgpu_core.recipes.image_classification import BASE_BATCH, BASE_LR, main, network, parser
 
-pytest.importorskip("sklearn")
-
 ON_DIGITS = """
     import sys
+    from dataclasses import replace
     from mgpu_core import data
     from mgpu_core.recipes.image_classification import main
-    data.images = lambda *_, **__: data.handwritten_digits()
+    digits = data.handwritten_digits()
+    few = replace(digits, train_images=digits.train_images[:320], train_labels=digits.train_labels[:320])
+    data.images = lambda *_, **__: few
     if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
 """
@@ -28,6 +30,13 @@ ON_DIGITS = """
 @pytest.fixture
 def digits(monkeypatch):
     monkeypatch.setattr(data, "images", lambda *_, **__: data.handwritten_digits())
+
+
+@pytest.fixture
+def few_digits(monkeypatch):
+    digits = data.handwritten_digits()
+    few = replace(digits, train_images=digits.train_images[:320], train_labels=digits.train_labels[:320])
+    monkeypatch.setattr(data, "images", lambda *_, **__: few)
 
 
 @pytest.fixture
@@ -61,7 +70,7 @@ def test_two_ranks_learn_and_leave_files_to_look_at(digits, tmp_path, capfd):
     assert metrics.read(tmp_path / "metrics.jsonl")[0]["ranks"] == 2
 
 
-def test_stopped_and_resumed_is_as_if_never_stopped(digits, tmp_path, capsys, monkeypatch):
+def test_stopped_and_resumed_is_as_if_never_stopped(few_digits, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(image_classification, "show", lambda *_: None)  # pictures take longer than training
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = ["-n", "1", "--epochs", "2", "--seed", "3", "--dtype", "float64"]
@@ -78,7 +87,7 @@ def test_stopped_and_resumed_is_as_if_never_stopped(digits, tmp_path, capsys, mo
     assert meta["settings"] == {"epochs": 2, "batch": 32, "lr": None, "seed": 3, "dtype": "float64", "parallel": "dp"}
 
 
-def test_what_the_hardware_decides_is_said_with_its_reasons(digits, tmp_path, capsys):
+def test_what_the_hardware_decides_is_said_with_its_reasons(few_digits, tmp_path, capsys):
     assert main(["-n", "1", "--auto", "--prefetch", "5", "--steps", "1", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     batch = int(said.split("\nbatch ")[1].split(":")[0])

@@ -13,8 +13,6 @@ import pytest
 from mgpu_core import data, metrics
 from mgpu_core.recipes.image_classification import main
 
-pytest.importorskip("sklearn")
-
 SCRIPT = """
     import os, signal, sys
     from mgpu_core import data
