@@ -24,7 +24,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("mgpu", deadline=None, print_blob=True, max_examples=40)
 hypothesis.settings.load_profile("mgpu")
 
-from crew import Crews  # noqa: E402
+from crew import Crews, crews  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,21 +34,19 @@ def pytest_configure(config: pytest.Config) -> None:
             compileall.compile_dir(config.rootpath / package, quiet=2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def crew() -> Iterator[Crews]:
     """Called like `collectives.spawn`, but the ranks stay up for the next test that asks for as many."""
-    crews = Crews()
     yield crews
     crews.close()
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that leaves a process behind fails, and is told which. A crew stays to the end of its file."""
+def nothing_left_behind() -> Iterator[None]:
+    """A test that leaves a process behind fails, and is told which. Crews stay to the end."""
     before = children()
     yield
-    if "crew" in request.fixturenames:
-        before |= request.getfixturevalue("crew").pids
+    before |= crews.pids
     deadline = time.monotonic() + 5
     while left := children() - before:
         if time.monotonic() > deadline:

@@ -49,10 +49,13 @@ class Crew:
             for connection in self._connections:
                 connection.send(sys.path)
                 connection.send_bytes(job)
-            return [connection.recv() for connection in self._connections]
+            answers = [connection.recv() for connection in self._connections]
         except (EOFError, ConnectionError):
             self.close()
             raise
+        if not all(usable for _, usable in answers):
+            self.close()
+        return [answer for answer, _ in answers]
 
     def close(self) -> None:
         """The ranks end. Raises what ended them earlier, if anything did."""
@@ -74,29 +77,42 @@ class Crew:
 
 
 class Crews:
-    """A crew of every size that was asked for. Called like `collectives.spawn`."""
+    """A crew of every size that was asked for, and for every environment. Called like `collectives.spawn`."""
 
     def __init__(self) -> None:
-        self._of_size: dict[int, Crew] = {}
+        self._crews: dict[Any, Crew] = {}
 
     def __call__(self, fn: Callable[..., Any], size: int, args: Sequence[Any] = ()) -> list[Any]:
-        crew = self._of_size.get(size)
+        kind = size, *sorted(item for item in os.environ.items() if item[0].startswith("MGPU_"))
+        crew = self._crews.get(kind)
         if crew is None or not crew.works:
-            crew = self._of_size[size] = Crew(size)
+            crew = self._crews[kind] = Crew(size)
         return crew.run(fn, args)
 
     @property
     def pids(self) -> set[int]:
-        return {pid for crew in self._of_size.values() for pid in crew.pids}
+        return {pid for crew in self._crews.values() for pid in crew.pids}
 
     def close(self) -> None:
-        for crew in self._of_size.values():
+        for crew in self._crews.values():
             if crew.works:
                 crew.close()
 
 
+crews = Crews()  # of this process, for every test in it
+
+
 def _first(pair: tuple[Any, Any]) -> Any:
     return pair[0]
+
+
+def _usable(comm: Communicator) -> bool:
+    """Not after what some tests provoke."""
+    try:
+        comm.check()
+    except collectives.CollectiveError:
+        return False
+    return True
 
 
 def _serve(comm: Communicator, door: str) -> None:
@@ -111,5 +127,7 @@ def _serve(comm: Communicator, door: str) -> None:
             except (EOFError, ConnectionError):
                 return
             fn, args = _unpack(*pickle.loads(connection.recv_bytes())[:3])
-            connection.send(fn(comm, *args))
+            answer = fn(comm, *args)
+            connection.send((answer, _usable(comm)))
+            del answer
             gc.collect()  # what one test has dropped is no concern of the next

@@ -14,7 +14,7 @@ import collectives
 from collectives import Communicator
 from collectives.errors import CollectiveError
 
-SOON = 5.0  # seconds; two are promised, on a machine that is not overloaded
+SOON = 15.0  # seconds; two are promised, but this machine may be overloaded
 
 
 class Outcome(NamedTuple):

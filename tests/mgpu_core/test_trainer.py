@@ -7,8 +7,8 @@ import threading
 
 import numpy as np
 import pytest
+from crew import crews
 
-import collectives
 from mgpu_core import checkpoint, metrics, nn, optim, random, schedule
 from mgpu_core.checkpoint import CheckpointError
 from mgpu_core.data import Loader, Sampler
@@ -220,7 +220,7 @@ def on_ranks(comm, folder):
 @pytest.mark.parametrize("size", [3])
 def test_ranks_stop_together_resume_exactly_and_follow_one_process(tmp_path, size):
     trainer(folder=tmp_path / "alone").fit(3, steps=10)
-    results = collectives.spawn(on_ranks, size, (tmp_path,))
+    results = crews(on_ranks, size, (tmp_path,))
     parameters, scores = uninterrupted()
     for (whole, again, moved), stopped in results:
         assert stopped == (True, 10)

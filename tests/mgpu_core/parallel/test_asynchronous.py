@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from crew import crews
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -144,7 +145,7 @@ def every_scenario(comm):
 
 @functools.cache
 def results(size):
-    by_rank = collectives.spawn(every_scenario, size)
+    by_rank = crews(every_scenario, size)
     return {name: [result[name] for result in by_rank] for name in by_rank[0]}
 
 

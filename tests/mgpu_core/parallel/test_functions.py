@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from crew import crews
 
-import collectives
 from mgpu_core.parallel.functions import copy, gather, reduce, reduce_scatter, split
 from mgpu_core.parallel.placement import even_part
 from mgpu_core.tensor import Tensor
@@ -44,7 +44,7 @@ def run(comm):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_results_and_gradients(size):
-    by_rank = collectives.spawn(run, size)
+    by_rank = crews(run, size)
     for (function, shape, axis), *ranks in zip(cases(), *by_rank):
         inputs, outputs, gradients, back = map(list, zip(*ranks))
         axis = axis[0] if axis else 0

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from crew import crews
 
 import collectives
 from mgpu_core import nn, optim
@@ -80,7 +81,7 @@ def not_finite(comm):
 
 @functools.cache
 def results(size):
-    by_rank = collectives.spawn(run, size)
+    by_rank = crews(run, size)
     return {name: [result[name] for result in by_rank] for name in by_rank[0]}
 
 

@@ -5,8 +5,8 @@ from functools import partial
 
 import numpy as np
 import pytest
+from crew import crews
 
-import collectives
 from mgpu_core import nn, optim
 from mgpu_core.data import Loader, Sampler
 from mgpu_core.nn import functional as F
@@ -100,7 +100,7 @@ def every_case(comm):
 
 @functools.cache
 def results(size):
-    return collectives.spawn(every_case, size)
+    return crews(every_case, size)
 
 
 def check(by_rank, wanted, tolerance=1e-10):

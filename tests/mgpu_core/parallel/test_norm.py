@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from crew import crews
 
-import collectives
 from mgpu_core.nn import Parameter
 from mgpu_core.parallel import Mesh, clip_grad_norm, grad_norm
 from mgpu_core.tensor import Tensor
@@ -51,7 +51,7 @@ def clip(comm, max_norm):
 
 
 def test_every_element_counts_once():
-    by_rank = collectives.spawn(clip, 4, (1.5,))
+    by_rank = crews(clip, 4, (1.5,))
     for shape, *results in zip(SHAPES, *by_rank):
         sizes = {"data": 1, "tensor": 1, "pipeline": 1} | shape
         expected = np.linalg.norm([
@@ -77,4 +77,4 @@ def not_finite(comm):
 
 
 def test_a_rank_may_have_nothing_and_what_is_not_finite_stays():
-    assert collectives.spawn(not_finite, 2) == [(np.inf, [[np.inf, np.inf], [5, 5]]), (np.inf, [])]
+    assert crews(not_finite, 2) == [(np.inf, [[np.inf, np.inf], [5, 5]]), (np.inf, [])]

@@ -6,6 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
+from crew import crews
 
 import collectives
 from mgpu_core import nn, optim, random
@@ -236,7 +237,7 @@ def work_of_two(comm):
 @functools.cache
 def two_ranks():
     """What several tests look at: training, large messages, outputs without training, and an error."""
-    return collectives.spawn(work_of_two, 2, timeout=60)
+    return crews(work_of_two, 2)
 
 
 def test_training_on_two_ranks_follows_one_process():
@@ -286,7 +287,7 @@ def work_of_four(comm):
 
 @functools.cache
 def four_ranks():
-    return collectives.spawn(work_of_four, 4, timeout=60)
+    return crews(work_of_four, 4)
 
 
 def run_replicas(comm, cases):
@@ -409,7 +410,7 @@ def work_of_three(comm):
 
 @functools.cache
 def three_ranks():
-    return collectives.spawn(work_of_three, 3, timeout=60)
+    return crews(work_of_three, 3)
 
 
 def test_activations_are_kept_for_as_many_micro_batches_as_the_formula_says():

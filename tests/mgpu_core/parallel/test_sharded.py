@@ -4,8 +4,8 @@ import functools
 
 import numpy as np
 import pytest
+from crew import crews
 
-import collectives
 from mgpu_core import nn, optim, random
 from mgpu_core.nn import functional as F
 from mgpu_core.parallel import Mesh, Sharded, clip_grad_norm, recompute
@@ -136,7 +136,7 @@ STEPS = {2: 6, 3: 6, 4: 50}
 
 @functools.cache
 def results(size):
-    by_rank = collectives.spawn(every_scenario, size)
+    by_rank = crews(every_scenario, size)
     return {name: [result[name] for result in by_rank] for name in by_rank[0]}
 
 

@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 import pytest
+from crew import crews
 from hypothesis import given
 from hypothesis import strategies as st
 
-import collectives
 from mgpu_core import nn, optim, random
 from mgpu_core.data import Loader, Sampler, split
 from mgpu_core.nn import functional as F
@@ -112,7 +112,7 @@ def every_way(comm):
 
 @functools.cache
 def results(size):
-    return collectives.spawn(every_way, size)
+    return crews(every_way, size)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from crew import crews
 
 import collectives
 from mgpu_core import nn, optim, random
@@ -129,7 +130,7 @@ def compare(comm):
 @functools.cache
 def ranks(size):
     """What several tests look at, of each rank, from one start of the processes."""
-    return collectives.spawn(work, size)
+    return crews(work, size)
 
 
 def work(comm):

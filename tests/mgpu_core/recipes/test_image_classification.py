@@ -84,7 +84,8 @@ def test_stopped_and_resumed_is_as_if_never_stopped(few_digits, tmp_path, capsys
     for name in one:
         np.testing.assert_array_equal(one[name], other[name])
     assert meta["settings"] == other_meta["settings"]
-    assert meta["settings"] == {"epochs": 2, "batch": 32, "lr": None, "seed": 3, "dtype": "float64", "parallel": "dp"}
+    given = {"epochs": 2, "batch": 32, "lr": None, "seed": 3, "dtype": "float64"}
+    assert meta["settings"] == {**given, "precision": "float32", "parallel": "dp"}
 
 
 def test_what_the_hardware_decides_is_said_with_its_reasons(few_digits, tmp_path, capsys):
