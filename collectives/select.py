@@ -11,12 +11,7 @@ from collectives.memory import SLOTS
 from collectives.program import Program
 from kernels.executor import MOST_SCALED
 
-ONE_SHOT_BYTES = 4096  # up to here one step with more bytes beats two steps with fewer
-CANDIDATES = {
-    "all_reduce": ("one_shot", "two_shot"),
-    "reduce": ("one_shot", "two_shot"),
-    "broadcast": ("direct", "scatter_all_gather"),
-}
+ONE_SHOT_BYTES = 4096  # up to here one step with more bytes beats two steps with fewer, if nobody has measured it
 
 
 def choose(
@@ -30,19 +25,27 @@ def choose(
 ) -> str:
     """The name of the algorithm to use for a message of `nbytes` among `size` ranks of one host.
 
-    `tuned`: what `mgpu tune` has measured there, if it has; then the model says which takes least time, in scratch
-    slots of `slot` bytes.
+    `tuned`: what `mgpu tune` has measured there, if it has, for the model to say when one step stops being faster;
+    `slot`: bytes of a slot of scratch.
     """
     if op == "premul_sum" and size > MOST_SCALED:
         return "chain" if collective == "reduce" else "ring"
-    if collective not in CANDIDATES:
+    if collective not in ("all_reduce", "reduce"):
         return "direct"
-    if tuned is not None:
-        here = replace(tuned, hosts=(size,))
-        return min(CANDIDATES[collective], key=lambda it: predicted(collective, it, nbytes, memory, here, slot=slot))
-    if collective == "broadcast":
-        return "direct"
-    return "one_shot" if nbytes <= ONE_SHOT_BYTES else "two_shot"
+    most = ONE_SHOT_BYTES if tuned is None else one_shot_bytes(collective, size, memory, tuned, slot)
+    return "one_shot" if nbytes <= most else "two_shot"
+
+
+@lru_cache(maxsize=256)
+def one_shot_bytes(collective: str, size: int, memory: Memory, tuned: Topology, slot: int | None = None) -> int:
+    """The largest message, a power of two that one slice holds, up to which the model prefers one step to two."""
+    here, nbytes = replace(tuned, hosts=(size,)), 8
+    while slices_of(_program(collective, "one_shot", size, memory, False), 2 * nbytes, slot) == 1:
+        one, two = (predicted(collective, name, nbytes, memory, here, slot=slot) for name in ("one_shot", "two_shot"))
+        if two < one:
+            return nbytes // 2
+        nbytes *= 2
+    return nbytes
 
 
 def predicted(
@@ -64,5 +67,5 @@ def predicted(
 
 @lru_cache(maxsize=64)
 def _program(collective: str, algorithm: str, size: int, memory: Memory, pipelined: bool) -> Program:
-    """What would run, if it were proven: as `programs.for_call` has it."""
+    """What would run, as `programs.for_call` has it, but for the proof."""
     return build(collective, algorithm, size, memory=memory, slots=SLOTS, pipelined=pipelined)

@@ -13,8 +13,8 @@ import collectives
 from collectives import Communicator, measured, tune
 from collectives.cost import Rate, Topology, predict
 from collectives.inspect import predict_main
-from collectives.lowering import build
-from collectives.select import choose
+from collectives.lowering import Memory, build
+from collectives.select import choose, one_shot_bytes
 from kernels import native
 
 MIB = 1 << 20
@@ -82,12 +82,16 @@ def test_what_is_measured_is_kept_for_as_many_ranks(
 
 def test_choices_follow_the_constants() -> None:
     slow_signals = replace(SLOW_MEMORY, latency=1e-3)
-    for nbytes in (8, 4096, 32768):
-        assert choose("all_reduce", 2, nbytes, "symmetric", tuned=slow_signals) == "one_shot"
-    assert choose("all_reduce", 2, 64 * MIB, "symmetric", tuned=SLOW_MEMORY) == "two_shot"
-    assert choose("all_reduce", 3, 8, "staged", tuned=SLOW_MEMORY) == "one_shot"  # of a family, too
-    assert choose("all_gather", 2, MIB, "staged", tuned=SLOW_MEMORY) == "direct"
-    assert choose("all_reduce", 2, MIB, "staged") == "two_shot"  # nobody has measured
+    memories: tuple[Memory, ...] = ("symmetric", "staged")
+    for memory in memories:
+        for size in (2, 3, 8):  # families, too
+            few = one_shot_bytes("all_reduce", size, memory, SLOW_MEMORY)
+            assert choose("all_reduce", size, few, memory, tuned=SLOW_MEMORY) == "one_shot"
+            assert choose("all_reduce", size, few + 1, memory, tuned=SLOW_MEMORY) == "two_shot"
+            assert few < one_shot_bytes("all_reduce", size, memory, slow_signals) <= 256 << 10  # one slice
+        assert choose("all_gather", 2, MIB, memory, tuned=SLOW_MEMORY) == "direct"
+        assert choose("all_reduce", 2, 4096, memory) == "one_shot"  # nobody has measured
+        assert choose("all_reduce", 2, 4097, memory) == "two_shot"
 
 
 def _tuned(comm: Communicator) -> tuple[Topology | None, float]:
