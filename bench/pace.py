@@ -9,41 +9,15 @@ import mmap
 import os
 import time
 from collections.abc import Callable
-from functools import cache
 from statistics import median
 
 import numpy as np
 
 from bench.crew import LINE
-from kernels.portable import bind, portable
-from kernels.primitives import await_flag, raise_flag
+from kernels.native import load
 
 _VOLLEY = 50  # round trips that are timed together
 TRIPS = 9 * _VOLLEY  # in one measurement, the median of its volleys
-
-
-@portable
-def meet(flags: int, stride: int, ranks: int, rank: int, epoch: int, spins: int, yields: int) -> bool:
-    """Raise this rank's flag to `epoch`, and wait for all the others'. False: somebody has not come in about 50 ms."""
-    raise_flag(flags + rank * stride, epoch)
-    for other in range(ranks):
-        if not await_flag(flags + other * stride, epoch, spins, yields):
-            return False
-    return True
-
-
-@portable
-def volley(mine: int, theirs: int, serving: bool, trip: int, end: int, spins: int, yields: int) -> int:
-    """Round trips number `trip` to `end` - 1 between two ranks; the number to go on with, `end` when done."""
-    while trip < end:
-        if serving:
-            raise_flag(mine, trip)
-        if not await_flag(theirs, trip, spins, yields):
-            return trip
-        if not serving:
-            raise_flag(mine, trip)
-        trip += 1
-    return trip
 
 
 class Pace:
@@ -57,7 +31,7 @@ class Pace:
         self._abandoned = abandoned
         spins = 20 if ranks > (os.cpu_count() or 1) else 1000
         self._patience = spins, 1000
-        self._meet, self._volley = _compiled()
+        self._meet, self._volley = load("meet").call, load("volley").call
 
     def start_line(self, number: int) -> None:
         """Return when all ranks are here, in all ranks at nearly the same time. Each meeting has a higher number."""
@@ -75,7 +49,7 @@ class Pace:
             trip, end = start, start + _VOLLEY
             begin = time.perf_counter_ns()
             while trip < end:
-                trip = self._volley(mine, theirs, self._rank == 0, trip, end, *self._patience)
+                trip = self._volley(mine, theirs, int(self._rank == 0), trip, end, *self._patience)
                 if trip < end:
                     self._look_up()
             taken.append((time.perf_counter_ns() - begin) / _VOLLEY)
@@ -84,13 +58,3 @@ class Pace:
     def _look_up(self) -> None:
         if self._abandoned():
             raise ConnectionError("the conductor is gone")
-
-
-@cache
-def _compiled() -> tuple[Callable[..., bool], Callable[..., int]]:
-    from numba import njit
-
-    from kernels.targets.cpu import PRIMITIVES
-
-    meet_now, volley_now = (bind(function, PRIMITIVES, njit(nogil=True)) for function in (meet, volley))
-    return meet_now, volley_now
