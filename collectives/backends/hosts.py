@@ -20,9 +20,9 @@ from collectives.arrays import Array
 from collectives.backends.base import Backend
 from collectives.backends.mpi import IN_PLACE, SMALL, Mpi, as_bytes, plain, vector
 from collectives.backends.shm import Shm
-from collectives.call import Call, make_call
+from collectives.call import Call, describe, make_call
 from collectives.contract import split
-from collectives.errors import CollectiveError
+from collectives.errors import CollectiveError, CollectiveTimeoutError
 from collectives.wire import Identity
 
 
@@ -66,17 +66,14 @@ class Hosts(Mpi):
         start = sum(counts[: self.local.rank])
         part = target.reshape(-1)[start : start + counts[self.local.rank]]
         op = "sum" if call.op == "avg" else call.op  # all ranks' average is taken once, at the end
-        with self._inside():
-            self.local.run(
-                make_call("reduce_scatter", call.dtype, call.count, op, scale=call.scale, counts=counts), source, part
-            )
+        summed = make_call("reduce_scatter", call.dtype, call.count, op, scale=call.scale, counts=counts)
+        self._run_inside(call, summed, source, part)
         if self.local.rank < self.columns:
             between = split(part.size, len(self.hosts), itemsize) * itemsize
             mine = as_bytes(part)[between[self.here] : between[self.here + 1]]
             self.sum_parts(self._column, call, part, mine, between, self.size, raw=False)
             self.start_and_finish(call, "Iallgatherv", IN_PLACE, vector(as_bytes(part), between), comm=self._column)
-        with self._inside():
-            self.local.run(make_call("all_gather", call.dtype, call.count, counts=counts), part, target)
+        self._run_inside(call, make_call("all_gather", call.dtype, call.count, counts=counts), part, target)
 
     def _broadcast(self, call: Call, array: Array | None) -> None:
         host = next(index for index, ranks in enumerate(self.hosts) if call.root in ranks)
@@ -88,8 +85,17 @@ class Hosts(Mpi):
             self._inside_broadcast(call, array, 0)
 
     def _inside_broadcast(self, call: Call, array: Array | None, root: int) -> None:
-        with self._inside():
-            self.local.run(make_call("broadcast", call.dtype, call.count, root=root), array, array)
+        self._run_inside(call, make_call("broadcast", call.dtype, call.count, root=root), array, array)
+
+    def _run_inside(self, call: Call, part: Call, source: Array | None, target: Array | None) -> None:
+        """Make a call among this host's ranks that is a part of one of all ranks."""
+        try:
+            with self._inside():
+                self.local.run(part, source, target)
+        except CollectiveTimeoutError as error:
+            if error.echo:
+                raise
+            self._give_up(describe(call.signature()), self.timeout)  # who did not come may wait for another host
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

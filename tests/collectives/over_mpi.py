@@ -123,6 +123,14 @@ def late(comm: Communicator) -> None:
     comm.all_reduce(np.ones(3000))
 
 
+def stuck(comm: Communicator) -> None:
+    """Rank 1 comes to the call, as all agree, and then does not do its part: another host's ranks wait in vain, for it
+    or for each other."""
+    if comm.rank == 1:
+        comm._backend.move = lambda *_: time.sleep(TIMEOUT + 4)  # type: ignore[attr-defined]
+    comm.all_reduce(np.ones(3000))
+
+
 def closed(comm: Communicator) -> None:
     if comm.rank == 1:
         comm.close()
@@ -178,7 +186,7 @@ def main(folder: str, hosts: str, job: str, backend: str) -> int:
     return 0
 
 
-FAILING = ("mismatch", "late", "closed", "aborted", "killed", "wrong_algorithm")
+FAILING = ("mismatch", "late", "stuck", "closed", "aborted", "killed", "wrong_algorithm")
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))
