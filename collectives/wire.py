@@ -8,6 +8,7 @@ import atexit
 import json
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ _GREETING = 27_751  # an unlikely tag, in a communicator that is the user's
 _ROOM = 4096  # bytes of a greeting
 _NAP = 0.001
 _LAST_WORDS = 1.0  # seconds that others have to say what they know before this process's end ends them
+_ABORTING = 1.0  # seconds that MPI_Abort may then take
 _abandoned: list[Any] = []
 _leaving: list[Any] = []
 
@@ -119,8 +121,16 @@ def abandon(requests: Sequence[Any], *buffers: Any) -> None:
             return
     if not _abandoned:
         MPI._set_abort_status(1)  # mpi4py then ends by MPI_Abort
-        atexit.register(time.sleep, _LAST_WORDS)
+        atexit.register(_leave)
     _abandoned.append((requests, buffers))
+
+
+def _leave() -> None:
+    """Give others time to speak. MPI_Abort, which comes next, asks the launcher to end all ranks and waits for it, for
+    ever if the network to it is gone: the alarm's signal ends this process then."""
+    time.sleep(_LAST_WORDS)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, _ABORTING)
 
 
 class Peers:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 from survivors import report
@@ -24,6 +25,7 @@ def live(seed: int, timeout: float) -> None:
         while True:
             began[0] = time.monotonic()
             with collectives.init(timeout=timeout) as comm:
+                Path(os.environ["SURVIVORS"], "met").touch()
                 work(comm, draw, draw.randrange(1, 60), began)
     except CollectiveError as error:
         report(int(os.environ["MGPU_RANK"]), type(error).__name__, str(error), since=began[0])

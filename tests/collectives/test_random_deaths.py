@@ -47,7 +47,8 @@ class Event(NamedTuple):
 
 
 def happens(monkeypatch: pytest.MonkeyPatch, number: int, seed: int, folder: Path, within: float = 2.5) -> Event:
-    """Start ranks as `mgpu run` does, and send a random one this signal at a random moment."""
+    """Start ranks as `mgpu run` does, and send a random one this signal at a random moment: of their start and what
+    comes then, or, for odd seeds, of what comes when they have met first."""
     draw = random.Random(seed)
     size = draw.choice([2, 3, 3, 4])
     victim, moment = draw.randrange(size), within * draw.random()
@@ -64,6 +65,8 @@ def happens(monkeypatch: pytest.MonkeyPatch, number: int, seed: int, folder: Pat
     found: list[int] = []
 
     def strike() -> None:
+        while seed % 2 and not (folder / "met").exists():
+            time.sleep(0.01)
         time.sleep(moment)
         while not (pids := _processes(folder, victim)):
             time.sleep(0.01)
