@@ -191,6 +191,7 @@ def _mpi_is_meant() -> bool:
 
 def _over_mpi(backend: str, comm: Any, device: int | None, timeout: float) -> Backend:
     """The ranks of an mpi4py communicator, or all that MPI has: over MPI alone, or with shared memory inside hosts."""
+    wire.choose_algorithms()
     from mpi4py import MPI
 
     from collectives.backends.hosts import Hosts

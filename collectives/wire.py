@@ -31,6 +31,11 @@ _abandoned: list[Any] = []
 _leaving: list[Any] = []
 
 
+# With unequal parts these calls of Intel MPI 2021 hang, unless all ranks are told which algorithm to take: left to
+# itself each seems to choose by the size of its own part.
+_INTEL = {"I_MPI_ADJUST_IALLGATHERV": "2", "I_MPI_ADJUST_IALLTOALLV": "1"}
+
+
 class Identity(NamedTuple):
     """What a rank tells the others of itself.
 
@@ -63,6 +68,12 @@ class Word(NamedTuple):
     kind: str
     call: int  # how many collective calls it has begun
     text: str
+
+
+def choose_algorithms() -> None:
+    """To be called before MPI is loaded, which reads this when it starts."""
+    for name, number in _INTEL.items():
+        os.environ.setdefault(name, number)
 
 
 def join(comm: Any, own: Identity, timeout: float) -> tuple[Any, Any, list[Identity]]:
