@@ -53,8 +53,8 @@ class Process:
 
 @dataclass
 class Sample:
-    """What a process has: proportional set size in KiB, open descriptors, those of them and of its maps that are memory
-    without a name, and files in /dev/shm that others would find."""
+    """What a process has: KiB of memory that is no file's, of which what it shares counts in part; open descriptors;
+    those of them and of its maps that are memory without a name; and files in /dev/shm that others would find."""
 
     who: str
     attempt: int
@@ -300,13 +300,13 @@ def sample(who: str, pid: int, attempt: int) -> Sample | None:
                 handles.append(os.readlink(handle))
     except OSError:
         return None
-    pss = re.search(r"^Pss: +(\d+) kB", rollup, re.MULTILINE)
+    kib = re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", rollup, re.MULTILINE)  # Pss_File depends on who else maps them
     names = [*handles, *maps]
     return Sample(
         who,
         attempt,
         time.monotonic(),
-        int(pss.group(1)) if pss else 0,
+        sum(map(int, kib)),
         len(handles),
         sum("/memfd:" in name for name in names),
         sum(name.startswith("/dev/shm/") and not name.endswith("(deleted)") for name in names),

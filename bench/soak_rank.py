@@ -32,6 +32,7 @@ PROGRESS, STOP = "progress.jsonl", "stop"
 COUNT, BATCH = 1000, 48  # 21 steps an epoch, the last with 40 samples
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
 WAYS = (*COLLECTIVES, *COLLECTIVES, "sendrecv", "put", "count", "together")
+KINDS = 60  # of calls that one life has
 MOST = 6  # families alive at a time, beside the world
 
 Array = npt.NDArray[Any]
@@ -93,13 +94,32 @@ class Family(NamedTuple):
     comm: Any  # None on ranks that are no members
 
 
+class Kind(NamedTuple):
+    """A kind of call: what it does, with how many elements for each rank, and how."""
+
+    way: str
+    n: int
+    dtype: str
+    op: str
+    root: int  # less the family's size as often as it has to be
+    symmetric: bool
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> Kind:
+        """Any."""
+        n, dtype = draw.choice([0, 1, 2, 17, 500, 20_000]), draw.choice(["float32", "float64", "int32", "bfloat16"])
+        return cls(draw.choice(WAYS), n, dtype, draw.choice(inputs.OPERATIONS), draw.randrange(4), draw.random() < 0.3)
+
+
 class Families:
     """Communicators that come and go, and random calls of them. All ranks draw the same numbers, for those too that
-    they are not in."""
+    they are not in. As in a program the same kinds of calls come again and again, for which a communicator keeps what
+    it has found out: so its memory has an end."""
 
     def __init__(self, comm: Any, draw: random.Random) -> None:
         self.me, self.draw, self.number = comm.rank, draw, 0
         self.all = [Family(list(range(comm.size)), comm)]
+        self.kinds = [Kind.drawn(draw) for _ in range(KINDS)]
 
     def call(self) -> None:
         """Make a call, or a few at the same time. Raises AssertionError for a wrong result."""
@@ -107,18 +127,15 @@ class Families:
         self.number += 1
         if draw.random() < 0.1:
             self.split(draw.choice(self.all))
-        way, n = draw.choice(WAYS), draw.choice([0, 1, 2, 17, 500, 20_000])
+        way, n, dtype, op, root, symmetric = draw.choice(self.kinds)
         if way == "together":
             self.together(draw.sample(self.all, min(3, len(self.all))), n)
             return
-        family = draw.choice(self.all)
-        dtype = draw.choice(["float32", "float64", "int32", "bfloat16"])
-        op, root, symmetric = draw.choice(inputs.OPERATIONS), draw.randrange(len(family.members)), draw.random() < 0.3
-        if family.comm is not None:
-            if way in COLLECTIVES:
-                collective(family.comm, way, Known(family.comm.size, dtype, op, n, self.number), root, symmetric)
-            else:
-                {"sendrecv": ring, "put": put, "count": count}[way](family.comm, n, self.number)
+        comm = draw.choice(self.all).comm
+        if comm is not None and way in COLLECTIVES:
+            collective(comm, way, Known(comm.size, dtype, op, n, self.number), root % comm.size, symmetric)
+        elif comm is not None:
+            {"sendrecv": ring, "put": put, "count": count}[way](comm, n, self.number)
 
     def split(self, parent: Family) -> None:
         """Some of a family's members make new ones; above `MOST`, others end."""
