@@ -38,6 +38,7 @@ MARK = "SOAK"  # in the environment of all of an episode's processes
 _LOOK = 0.05  # seconds between looks at who runs
 _SAMPLE = 2.0  # seconds between samples of memory
 _PATIENCE = 180.0  # seconds until an episode that was asked to stop counts as hanging
+_WARM = 300  # calls after which ranks have what they keep
 _ALLOWED_KIB, _ALLOWED_DIFFERENCE = 4096, 1e-8
 _ENDED = re.compile(r"^mgpu run: (rank \d+ .*)$", re.MULTILINE)
 
@@ -189,7 +190,7 @@ def episode(folder: Path, options: argparse.Namespace, seed: int, seconds: float
     notes = [json.loads(text) for text in (folder / PROGRESS).read_text().splitlines()]
     went_on(found, notes, kills)
     as_one_process(found, folder, seed)
-    grown(found, samples, began + seconds * 2 / 3)
+    grown(found, samples, max(began + seconds * 2 / 3, *old(notes)))
     return found
 
 
@@ -208,6 +209,12 @@ def went_on(found: Episode, notes: Sequence[Mapping[str, Any]], kills: Sequence[
                 found.seconds.append(note["moment"] - before[-1])
         steps, calls[attempt] = note["steps"], note["calls"]
     found.steps, found.collectives = steps, sum(calls.values())
+
+
+def old(notes: Sequence[Mapping[str, Any]]) -> list[float]:
+    """From when on the last attempt's ranks had made `_WARM` calls: not before."""
+    last = [note["moment"] for note in notes if note["attempt"] == notes[-1]["attempt"] and note["calls"] >= _WARM]
+    return last[:1] or [float("inf")]
 
 
 def as_one_process(found: Episode, folder: Path, seed: int) -> None:
@@ -300,7 +307,8 @@ def sample(who: str, pid: int, attempt: int) -> Sample | None:
                 handles.append(os.readlink(handle))
     except OSError:
         return None
-    kib = re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", rollup, re.MULTILINE)  # Pss_File depends on who else maps them
+    # Not Pss_File, which depends on who else has mapped the same libraries.
+    kib = re.findall(r"^(?:Pss_Anon|Pss_Shmem|SwapPss): +(\d+) kB", rollup, re.MULTILINE)
     names = [*handles, *maps]
     return Sample(
         who,
