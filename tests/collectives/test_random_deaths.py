@@ -118,7 +118,8 @@ def stops(monkeypatch: pytest.MonkeyPatch, seeds: range, folder: Path) -> list[f
 
 def told(what: str, seconds: list[float]) -> str:
     median, most = sorted(seconds)[len(seconds) // 2], max(seconds)
-    return f"{len(seconds)} {what}: the last survivor raised after {median:.2f} s, at most {most:.2f}"
+    number = seconds.index(most) + 1
+    return f"{len(seconds)} {what}: the last survivor raised after {median:.2f} s, at most {most:.2f} (number {number})"
 
 
 def test_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import tqdm
 from crew import crews
 
 from mgpu_core import checkpoint, metrics, nn, optim, random, schedule
@@ -234,3 +235,11 @@ def test_ranks_stop_together_resume_exactly_and_follow_one_process(tmp_path, siz
     alone = trainer()  # and one process goes on from what ranks have saved
     alone.resume(tmp_path / "whole" / "checkpoint.safetensors")
     assert_same(final(alone), parameters, tolerance=1e-10)
+
+
+def test_a_run_makes_no_semaphore_that_a_kill_could_leave_in_shared_memory(monkeypatch):
+    monkeypatch.delattr(tqdm.std.tqdm, "_lock", raising=False)
+    monkeypatch.setattr(tqdm.std, "TqdmDefaultWriteLock", lambda: pytest.fail("a lock among processes"))
+    run = trainer()
+    run.fit(1)
+    assert run.epoch == 1
