@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,9 +33,9 @@ class Metrics:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume_at is not None and path.exists():
-            kept = [record for record in read(path) if record.get("samples", 0) <= resume_at]
             partial = path.with_name(f".{path.name}.partial")
-            partial.write_text("".join(map(_line, kept)), encoding="utf-8")
+            with open(partial, "w", encoding="utf-8") as kept:
+                kept.writelines(_line(record) for record in _records(path) if record.get("samples", 0) <= resume_at)
             partial.replace(path)
         self._file = open(path, "w" if resume_at is None else "a", encoding="utf-8")
 
@@ -66,8 +67,15 @@ def read(path: str | Path) -> list[Record]:
     Raises:
         ValueError: if another line is not a JSON object.
     """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    return list(_records(path))
+
+
+def _records(path: str | Path) -> Iterator[Record]:
+    """One after the other: a long run's do not have to be in memory together."""
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n") and line != "\n":
+                yield json.loads(line)
 
 
 def draw_curves(
