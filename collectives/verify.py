@@ -133,6 +133,8 @@ class _Form:
             return f"there are {self.chunks} chunks"
         if not srcs or not dsts or len(raw) != len(srcs) or len(dsts) > 1 and len(set(dsts)) < len(dsts):
             return "a move has sources, each with its flag `raw`, and distinct destinations"
+        if len(set(raw[63:])) > 1:
+            return "of a move's sources from the 64th on either all are raw or none is"
         if len(srcs) > 1 and not self.reduces:
             return f"{self.collective} reduces nothing"
         for ref in srcs:

@@ -57,7 +57,7 @@ def reduce_group(
         group = premultiply(group, scale)
     for s in range(1, nsrc):
         other = load(load_word(srcs + 8 * s) + at, stride)
-        if (raw >> s) & 1:
+        if (raw >> min(s, 63)) & 1:
             other = premultiply(other, scale)
         group = apply(group, other)
     if final != 0:
@@ -130,7 +130,8 @@ def reduce(
     """dst[i] = src0[i] op src1[i] op ... for every dst and i < count, in that order.
 
     `dsts` and `srcs` point at arrays of addresses. Bit s of `raw`: source s is one rank's untouched contribution
-    (premul_sum scales it). `final`: the number of ranks, if the result holds all contributions (avg divides), else 0.
+    (premul_sum scales it); the last bit, 63, stands for all from there on. `final`: the number of ranks, if the result
+    holds all contributions (avg divides), else 0.
     The `lanes` that run this together share the work.
     """
     nbytes = count * itemsize()

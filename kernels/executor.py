@@ -152,7 +152,7 @@ def move(job: int, at: int, slice: int, channel: int, channels: int, lane: int, 
                     copy_bytes(dst, src, mine * itemsize, lane, lanes)
         else:
             raw = 0
-            for i in range(nsrc):
+            for i in range(min(nsrc, 64)):
                 raw |= ((load_word(at + 40 + 8 * i) >> 62) & 1) << i
             final = load_word(job + 8 * JOB_RANKS) if flags & 1 else 0
             scale = load_word(job + 8 * JOB_SCALE)

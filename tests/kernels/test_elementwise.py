@@ -417,3 +417,17 @@ def test_all_float32_there_are(name: str) -> None:
         with np.errstate(all="ignore"):
             wanted = values.astype(dtype.numpy)
         assert_same_bits(converted(values, name), wanted, dtype)
+
+
+@pytest.mark.parametrize("target", ["compiled", "python"])
+def test_more_sources_than_a_word_has_bits(target: str) -> None:
+    """The last bit is all further sources'."""
+    dtype = find("float32")
+    compiled = native.load("reduce-float32-premul_sum").call
+    function = compiled if target == "compiled" else python.reduction(dtype, "premul_sum")
+    srcs, (dst,) = [Operand(dtype, 33, 0) for _ in range(70)], [Operand(dtype, 33, 0)]
+    for operand in srcs:
+        operand.set(np.ones(33, np.float32))
+    for raw, total in ((-1, 140), (0, 70), (2**63 - 1, 133), (-(2**63), 77), (1, 71)):
+        run(function, [dst], srcs, 33, raw, 0, scale_bits(2.0, dtype))
+        assert (dst.get() == total).all(), (raw, total)
