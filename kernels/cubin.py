@@ -8,29 +8,50 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from kernels import native
+from kernels import native, pack
+from kernels.dtypes import DType
 
 _COMPILERS = ("numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvjitlink-cu12", "nvidia-nvjitlink")
 
 
-def load(dtype: str, operation: str, capability: tuple[int, int], meanwhile: Callable[[], None] | None = None) -> bytes:
-    """The kernel `execute` (see `kernels.targets.cuda.compile_kernel`) for one compute capability; `meanwhile` as for
-    `native.cached`."""
-    return native.cached(
-        f"{dtype}-{operation}-sm{capability[0]}{capability[1]}-{_compilers()}.cubin",
-        lambda: _compile(dtype, operation, capability),
+def load(
+    name: str,
+    dtype: str,
+    operation: str,
+    capability: tuple[int, int],
+    meanwhile: Callable[[], None] | None = None,
+) -> bytes:
+    """The kernel "execute" or "small" (see `compile_kernel` and `compile_small` in `kernels.targets.cuda`) for one
+    compute capability; `meanwhile` as for `native.cached`."""
+
+    def compile() -> bytes:
+        from kernels.targets.cuda import compile_kernel, compile_small
+
+        make = {"execute": compile_kernel, "small": compile_small}[name]
+        return make(dtype, operation, capability).cubin
+
+    return _cached(f"{name}-{dtype}-{operation}", capability, compile, meanwhile)
+
+
+def load_pack(dtype: DType, capability: tuple[int, int], meanwhile: Callable[[], None] | None = None) -> bytes:
+    """The kernels "pack" and "unpack" between tensors and a bucket of one dtype; see `kernels.pack`."""
+    name = dtype.name
+    return _cached(
+        f"pack-{dtype.itemsize}",
+        capability,
+        lambda: pack.compile_kernels(name, name, capability, False).cubin,
         meanwhile,
     )
 
 
-def _compile(dtype: str, operation: str, capability: tuple[int, int]) -> bytes:
-    from kernels.targets.cuda import compile_kernel
-
-    return compile_kernel(dtype, operation, capability).cubin
+def _cached(
+    name: str, capability: tuple[int, int], make: Callable[[], bytes], meanwhile: Callable[[], None] | None
+) -> bytes:
+    return native.cached(f"{name}-sm{capability[0]}{capability[1]}-{compilers()}.cubin", make, meanwhile)
 
 
 @cache
-def _compilers() -> str:
+def compilers() -> str:
     """Which compilers they are; the folder's name tells the sources."""
     found = []
     for package in _COMPILERS:

@@ -7,6 +7,7 @@ apart (no fused multiply-add), so that the results are the CPU's, bit for bit, b
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -20,7 +21,8 @@ from numba.cuda.datamodel import models
 from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.extending import intrinsic, register_model
 
-from kernels import elementwise, executor, lowlatency, optimizers, quantize
+from kernels import elementwise, executor, lowlatency, native, optimizers, quantize
+from kernels.cubin import compilers
 from kernels.dtypes import DType, find
 from kernels.grid import LONG_NS, MOST_LANES, PATIENCE_NAPS, PATIENCE_STOP, SHORT_NAPS, SHORT_NS
 from kernels.portable import bind
@@ -292,7 +294,14 @@ def compile_kernel(dtype: str, operation: str, architecture: tuple[int, int]) ->
 
 @cache
 def _executor() -> list[str]:
-    """LLVM modules of the kernel, but for the reduction."""
+    """LLVM modules of the kernel, but for the reduction. They take longest, and are the same for all: they are kept."""
+    modules: list[str] = json.loads(
+        native.cached(f"execute-{compilers()}.ll", lambda: json.dumps(_lower_executor()).encode())
+    )
+    return modules
+
+
+def _lower_executor() -> list[str]:
     run = bind(executor.run_call, PRIMITIVES, _jit)
     integer = types.int64
 
