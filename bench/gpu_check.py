@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -34,12 +35,14 @@ from collectives.call import make_call
 from collectives.contract import COLLECTIVES
 from collectives.device_arrays import DeviceArray
 from collectives.initialise import ON_GPU
+from kernels import pack
 from kernels.dtypes import DTYPES, find
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 SPLIT = ("reduce_scatter", "scatter", "all_to_all")  # x has a block for each rank
 REPLAYS = 20
 ENQUEUED = 500  # calls of which the host's time is taken
+NODES = 100  # of the graph that is timed
 BIG = 256 << 20  # bytes of the timed messages
 
 
@@ -176,23 +179,23 @@ def compare(backend: str, ranks: int, given: Sequence[Case]) -> Row:
 
 
 def replays(comm: Communicator) -> int:
-    """A captured all-reduce, replayed: how many replays gave a wrong sum."""
+    """Captured all-reduces, a small one and a large one, replayed: how many replays gave a wrong average."""
     import cupy
 
-    x, wrong = cupy.ones(1000, np.float32), 0
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        comm.all_reduce(x, out=x)  # compiled and loaded before the capture
-        stream.synchronize()
-        x[:] = 1
-        stream.begin_capture()
-        comm.all_reduce(x, "avg", out=x)
-        graph = stream.end_capture()
-        for replay in range(REPLAYS):
-            x[:] = comm.rank + replay
-            graph.launch(stream)
+    wrong, stream = 0, cupy.cuda.Stream(non_blocking=True)
+    for count in (1000, 100_000):
+        with stream:
+            x = cupy.ones(count, np.float32)
+            comm.all_reduce(x, "avg", out=x)  # compiled and loaded before the capture
             stream.synchronize()
-            wrong += not bool((x == (comm.size - 1) / 2 + replay).all())
+            stream.begin_capture()
+            comm.all_reduce(x, "avg", out=x)
+            graph = stream.end_capture()
+            for replay in range(REPLAYS):
+                x[:] = comm.rank + replay
+                graph.launch(stream)
+                stream.synchronize()
+                wrong += not bool((x == (comm.size - 1) / 2 + replay).all())
     return wrong
 
 
@@ -202,21 +205,94 @@ def timings(comm: Communicator) -> tuple[float, float]:
 
     x, y = comm.zeros(BIG // 4, np.float32), cupy.zeros(BIG // 4, np.float32)
 
-    def best(work: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(10):
-            comm.barrier()
-            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(begin, end) / 1000)
-        return min(times)
-
-    copied = best(lambda: y.__setitem__(slice(None), x))
-    reduced = best(lambda: comm.all_reduce(x, out=x, algorithm="two_shot"))
+    copied = seconds(lambda: cupy.copyto(y, cupy.asarray(x)), comm.barrier)
+    reduced = seconds(lambda: comm.all_reduce(x, out=x, algorithm="two_shot"), comm.barrier)
     return 2 * BIG / copied, 2 * comm.size * BIG / reduced
+
+
+def emulated(ranks: int) -> list[Row]:
+    """Ranks that share one GPU, as one cooperative launch: a two-shot all-reduce against the copy limit, and how long a
+    small one takes as a node of a replayed graph. An emulation of as many GPUs, whose memory is all equally near."""
+    import cupy
+
+    comms = collectives.init_all([0] * ranks)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    rows = []
+    with ThreadPoolExecutor(ranks) as threads, stream:
+        begun = time.monotonic()
+        large = list(threads.map(lambda comm: comm.zeros(BIG // 4, np.float32), comms))
+        other = cupy.zeros(BIG // 4, np.float32)
+
+        def reduce(xs: Sequence[Any], algorithm: str | None = None) -> None:
+            for comm, x in zip(comms, xs):
+                comm.all_reduce(x, out=x, algorithm=algorithm)
+
+        copied = 2 * BIG / seconds(lambda: cupy.copyto(other, cupy.asarray(large[0])))
+        reduced = 2 * ranks * BIG / seconds(lambda: reduce(large, "two_shot"))
+        note = f"copy {copied / 1e9:.0f} GB/s, two-shot {reduced / 1e9:.0f} GB/s: {reduced / copied:.0%} (target 85%)"
+        rows.append(Row("two-shot, one GPU", ranks, 1, 0, time.monotonic() - begun, note))
+        for nbytes in (1 << 10, 16 << 10):
+            begun = time.monotonic()
+            small = [cupy.zeros(nbytes // 4, np.float32) for _ in comms]
+            reduce(small)  # compiled and loaded before the capture
+            stream.synchronize()
+            stream.begin_capture()
+            for _ in range(NODES):
+                reduce(small)
+            graph = stream.end_capture()
+            node = seconds(partial(graph.launch, stream)) / NODES
+            note = f"{1e6 * node:.2f} us a graph node (target 8 us with 4 ranks)"
+            rows.append(Row(f"{nbytes >> 10} KB, one GPU", ranks, NODES, 0, time.monotonic() - begun, note))
+        list(threads.map(Communicator.close, comms))
+    return rows
+
+
+def packing() -> list[Row]:
+    """Tensors to a bucket and back, with and without a cast and a scale, against the copy limit."""
+    import cupy
+
+    sizes = [4 * n for n in random.Random(0).choices([1, 100, 10_000, 1_000_000], k=200)]
+    starts, length = np.cumsum([0, *sizes])[:-1].tolist(), sum(sizes)
+    tensors = [cupy.ones(size, np.float32) for size in sizes]
+    source, other = cupy.ones(length, np.float32), cupy.empty(length, np.float32)
+    copied = 8 * length / seconds(lambda: cupy.copyto(other, source))
+    rows = []
+    for kind, scale in (("float32", 1.0), ("bfloat16", 0.5)):
+        begun, dtype, wide = time.monotonic(), find(kind), find("float32")
+        bucket = cupy.zeros(length * dtype.itemsize, np.uint8)
+        table = pack.table([t.data.ptr for t in tensors], sizes, starts, length)
+        rows_there = cupy.asarray(table)
+        job = cupy.asarray(pack.job(table.shape[1], rows_there.data.ptr, bucket.data.ptr, length, scale))
+        most = 8 * cupy.cuda.Device().attributes["MultiProcessorCount"]
+        blocks, notes = pack.blocks(length, wide, dtype, most), []
+        for direction in pack.DIRECTIONS:
+            kernel = pack.raw_kernel(direction, "float32", kind, scale != 1)
+            move = partial(kernel, (blocks,), (pack.THREADS,), (job.data.ptr,))
+            move()  # compiled before it is timed
+            rate = length * (4 + dtype.itemsize) / seconds(move)
+            notes.append(f"{direction} {rate / 1e9:.0f} GB/s: {rate / copied:.0%}")
+        wrong = sum(not bool((t == scale**2).all()) for t in tensors)
+        for t in tensors:
+            t[:] = 1
+        note = f"{', '.join(notes)} of a copy's {copied / 1e9:.0f} GB/s (target 85%)"
+        rows.append(Row(f"buckets, {kind}", 1, len(sizes), wrong, time.monotonic() - begun, note))
+    return rows
+
+
+def seconds(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
+    """What the GPU needs for it, on the current stream, the best of ten."""
+    import cupy
+
+    times = []
+    for _ in range(10):
+        before()
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(begin, end) / 1000)
+    return min(times)
 
 
 def enqueueing(comm: Communicator) -> float:
@@ -264,37 +340,47 @@ def check(backend: str, ranks: Sequence[int], minutes: float, programs_only: boo
     """All checks that this backend allows, within the time; the rest say why they were left out."""
     deadline, rows = time.monotonic() + 60 * minutes, []
 
-    def attempt(name: str, size: int, make: Callable[[], Row]) -> None:
+    def attempt(name: str, size: int, make: Callable[[], list[Row]]) -> None:
         if time.monotonic() > deadline:
             rows.append(Row(name, size, 0, -1, 0.0, f"no time left of {minutes:g} minutes"))
             return
         try:
-            rows.append(make())
+            rows.extend(make())
         except Exception as error:
             rows.append(Row(name, size, 1, 1, 0.0, f"{type(error).__name__}: {error}"))
 
-    def replayed(size: int) -> Row:
-        begun = time.monotonic()
-        return Row("graph replay", size, REPLAYS, max(collectives.spawn(replays, size, backend="cuda")),
-                   time.monotonic() - begun)  # fmt: skip
+    def alone(make: Callable[[], Row]) -> Callable[[], list[Row]]:
+        return lambda: [make()]
 
-    def timed(size: int) -> Row:
+    def replayed(size: int) -> list[Row]:
+        begun = time.monotonic()
+        wrong = max(collectives.spawn(replays, size, backend="cuda"))
+        return [Row("graph replay", size, 2 * REPLAYS, wrong, time.monotonic() - begun)]
+
+    def timed(size: int) -> list[Row]:
+        from kernels.driver import devices
+
+        if devices() < size:
+            return emulated(size)
         begun = time.monotonic()
         copy, reduce = collectives.spawn(timings, size, backend="cuda")[0]
         note = f"copy {copy / 1e9:.0f} GB/s, two-shot {reduce / 1e9:.0f} GB/s: {reduce / copy:.0%}"
-        return Row("timings, 256 MiB", size, 1, 0, time.monotonic() - begun, note)
+        return [Row("timings, 256 MiB", size, 1, 0, time.monotonic() - begun, note)]
 
+    given = cases(backend == "cuda" and not programs_only)
     for size in ranks:
-        attempt("programs", size, partial(compare, backend, size, cases(backend == "cuda" and not programs_only)))
+        attempt("programs", size, alone(partial(compare, backend, size, given)))
     if backend == "cuda" and not programs_only:
         attempt("graph replay", 2, lambda: replayed(2))
-        attempt("timings", ranks[0], lambda: timed(ranks[0]))
+        for size in ranks:
+            attempt("timings", size, partial(timed, size))
+        attempt("buckets", 1, packing)
         if find_spec("nccl") is not None:
             os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-            attempt("programs, nccl", ranks[0], lambda: compare("nccl", ranks[0], cases_for_nccl()))
-            attempt("cost of comparing", ranks[0], lambda: comparing(ranks[0]))
+            attempt("programs, nccl", ranks[0], alone(lambda: compare("nccl", ranks[0], cases_for_nccl())))
+            attempt("cost of comparing", ranks[0], alone(partial(comparing, ranks[0])))
         for tool in ("memcheck", "racecheck"):
-            attempt(tool, 2, partial(sanitize, tool))
+            attempt(tool, 2, alone(partial(sanitize, tool)))
     return rows
 
 

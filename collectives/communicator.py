@@ -22,7 +22,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -451,6 +450,17 @@ class Communicator:
         child._parent = self  # without which the garbage collector would close both: `comm = comm.split(0)`
         return child
 
+    def survivors(self) -> Communicator:
+        """A new communicator of the ranks that are left, in their order, when others have died or closed this one.
+
+        To be called by all that are left, after a PeerLostError or at any time; this communicator is of no further use
+        then, and is to be closed. Ranks that a launcher ends when one has died (`mgpu run`, `spawn`) have no time for
+        it: there `mgpu run --restarts` is the way.
+        Raises CollectiveTimeoutError naming who is alive and has not come, CollectiveError over MPI and `init_all`.
+        """
+        with self._lock:
+            return type(self)(self._backend.survivors())
+
     def abort(self, reason: str = "abort() was called") -> None:
         """Give up: the calls of this rank and of its peers, under way or yet to come, raise."""
         self._backend.abort(reason)
@@ -541,8 +551,9 @@ class Communicator:
 
     def _broadcast(self, x: Any, *, root: int = 0, **terms: Any) -> Prepared:
         if arrays.is_immutable(x):
-            array = self._backend.view(x, "x").copy()
-            result = partial(arrays.same_kind, x, array)
+            given = self._backend.view(x, "x")
+            array, result = self._backend.fresh(x, given.shape, given.dtype)
+            self._backend.assign(array, given)
             return self._prepared("broadcast", array, array, result, array.size, root=root, **terms)
         array = arrays.contiguous(self._backend.view(x, "x", writable=self.rank != root))
         return self._prepared("broadcast", array, array, lambda: x, array.size, root=root, **terms)
@@ -597,25 +608,24 @@ class Communicator:
             raise ValueError("all_reduce of a list: out is the same list, to reduce in place, or None")
         results: list[Any] = list(xs)
         views = [self._backend.view(x, f"x[{i}]", writable=out is not None) for i, x in enumerate(xs)]
-        parts: list[tuple[int, Array]] = []
+        buckets: list[tuple[list[int], Array]] = []
         works = []
         for kind in dict.fromkeys((view.dtype, type(view)) for view in views):
             members = [i for i, view in enumerate(views) if (view.dtype, type(view)) == kind]
-            bounds = np.cumsum([0, *(views[i].size for i in members)]).tolist()
-            bucket, _ = self._backend.fresh(xs[members[0]], (bounds[-1],), kind[0])
-            for i, start, end in zip(members, bounds, bounds[1:]):
-                parts.append((i, bucket[start:end]))
-                self._backend.assign(parts[-1][1], views[i].reshape(-1))
+            bucket, _ = self._backend.fresh(xs[members[0]], (sum(views[i].size for i in members),), kind[0])
+            self._backend.pack([views[i] for i in members], bucket)
+            buckets.append((members, bucket))
             works.append(self.all_reduce(bucket, op, out=bucket, algorithm=algorithm, async_op=async_op))
 
         def finish() -> list[Any]:
-            for i, part in parts:
-                if out is None:
-                    target, result = self._backend.fresh(xs[i], views[i].shape, part.dtype)
-                    self._backend.assign(target, part)
+            for members, bucket in buckets:
+                if out is not None:
+                    self._backend.unpack(bucket, [views[i] for i in members])
+                    continue
+                made = [self._backend.fresh(xs[i], views[i].shape, bucket.dtype) for i in members]
+                self._backend.unpack(bucket, [target for target, _ in made])
+                for i, (_, result) in zip(members, made):
                     results[i] = result()
-                else:
-                    self._backend.assign(views[i], part)
             return results
 
         return _Many(works, finish) if async_op else finish()

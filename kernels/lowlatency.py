@@ -55,12 +55,14 @@ JOB_SHARE = 10  # of it, each channel's: `share_of`
 JOB_SCALE = 11  # of premul_sum
 JOB_AGAIN = 12  # not zero: only channels that are BLOCKED go on, the others have ended
 JOB_REPORT = 13  # -> a flag in the host's memory: BLOCKED, once a call has failed (GPU)
-JOB_WORDS = 14
+JOB_FINISHED = 14  # -> where the host sees how many calls have ended (GPU)
+JOB_WORDS = 15
 
 STATE_CALLS = 0  # calls that have ended
 STATE_SENT = 1  # whether this call's packets have been sent
 STATE_STATUS = 2
 STATE_IDLE = 3  # a flag that nobody raises, to wait on
+STATE_ENDED = 4  # calls that have ended, of all time (GPU)
 STATE_WORDS = 8
 
 
@@ -275,5 +277,12 @@ def run_call(job: int, channel: int, channels: int, lane: int, lanes: int) -> No
     state = load_word(job + 8 * JOB_STATES) + 8 * STATE_WORDS * channel
     failed = load_word(state + 8 * STATE_STATUS) == BLOCKED
     sync()
-    if not failed and all_reduce(job, channel, channels, lane, lanes) == BLOCKED and lane == 0:
+    if failed:
+        return
+    status = all_reduce(job, channel, channels, lane, lanes)
+    if lane == 0 and status == BLOCKED:
         raise_flag(load_word(job + 8 * JOB_REPORT), BLOCKED)
+    elif lane == 0 and channel == 0:
+        ended = load_word(state + 8 * STATE_ENDED) + 1
+        store_word(state + 8 * STATE_ENDED, ended)
+        store_word(load_word(job + 8 * JOB_FINISHED), ended)

@@ -47,6 +47,12 @@ class Around(Backend):
     def assign(self, target: Any, source: Any) -> None:
         self._inner.assign(target, source)
 
+    def pack(self, sources: Sequence[Any], bucket: Any) -> None:
+        self._inner.pack(sources, bucket)
+
+    def unpack(self, bucket: Any, targets: Sequence[Any]) -> None:
+        self._inner.unpack(bucket, targets)
+
     def signal(self, rank: int) -> None:
         self._inner.signal(rank)
 
@@ -71,6 +77,9 @@ class Around(Backend):
     def split(self, color: int | None, key: int) -> Backend | None:
         child = self._inner.split(color, key)
         return None if child is None else type(self)(child)
+
+    def survivors(self) -> Backend:
+        return type(self)(self._inner.survivors())
 
     def abort(self, reason: str) -> None:
         self._inner.abort(reason)

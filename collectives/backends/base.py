@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from collectives import arrays
 from collectives.call import Call
+from collectives.errors import CollectiveError
 
 Repeat = Callable[[int, int, Any, Any], None]  # (address of source, of target, source, target)
 
@@ -108,6 +109,16 @@ class Backend(ABC):
         """Copy one array into another of the same size, as `view` gives them."""
         target[...] = source.reshape(target.shape)
 
+    def pack(self, sources: Sequence[Any], bucket: Any) -> None:
+        """Copy arrays of one dtype, as `view` gives them, into a flat one, one after another."""
+        for source, part in zip(sources, _parts(bucket, sources)):
+            self.assign(part, source.reshape(-1))
+
+    def unpack(self, bucket: Any, targets: Sequence[Any]) -> None:
+        """The way back."""
+        for target, part in zip(targets, _parts(bucket, targets)):
+            self.assign(target, part)
+
     @abstractmethod
     def signal(self, rank: int) -> None:
         """Let `rank` know that all this rank has done so far is done."""
@@ -140,6 +151,10 @@ class Backend(ABC):
     def split(self, color: int | None, key: int) -> Backend | None:
         """An engine for the ranks of the same color, in the order of (key, rank); None for color None."""
 
+    def survivors(self) -> Backend:
+        """An engine of the ranks that have neither died nor closed; those call it together."""
+        raise CollectiveError(f"ranks of the {self.name} backend go on without a lost one only when started again")
+
     @abstractmethod
     def abort(self, reason: str) -> None:
         """Give up: this rank's and its peers' calls raise, now and later."""
@@ -151,3 +166,10 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Closing twice is fine."""
+
+
+def _parts(bucket: Any, arrays_: Sequence[Any]) -> Iterator[Any]:
+    start = 0
+    for array in arrays_:
+        yield bucket[start : start + array.size]
+        start += array.size

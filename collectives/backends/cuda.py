@@ -2,7 +2,8 @@
 
 The device part of a communicator is what the shm backend has in shared memory: flags, boards and scratch, in GPU memory
 that the processes share by CUDA IPC. A call is one launch of the executor on the caller's stream, and the host does not
-wait for it. Everything else (agreement on allocations, splits, lost peers, messages, CPU arrays) is done by a shm
+wait for it. A small all-reduce is one of `kernels.lowlatency` instead, through inboxes that lie there too. Everything
+else (agreement on allocations, splits, lost peers, messages, CPU arrays) is done by a shm
 communicator of the same ranks beside it.
 
 What goes wrong on the GPU is reported into a page of host memory, the *panel*, and raised by the next call, `wait` or
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collectives import programs
-from collectives.backends.device import OFFSET_BITS, Block, OnDevice
+from collectives.backends.device import LOOK, OFFSET_BITS, Block, OnDevice
 from collectives.backends.shm import Shm
 from collectives.call import ORDINARY, Call, describe, disagreement
 from collectives.device_arrays import DeviceArray
@@ -37,7 +38,7 @@ from collectives.lowering import Memory
 from collectives.memory import PAGE, SLOTS, Heap, slot_bytes
 from collectives.region import CLOSED, OPEN
 from collectives.watch import Watch
-from kernels import cubin, grid
+from kernels import cubin, grid, lowlatency
 from kernels import executor as x
 
 if TYPE_CHECKING:
@@ -46,12 +47,11 @@ if TYPE_CHECKING:
 CHANNELS = 16  # blocks of a launch, at most
 SCRATCH_BYTES = 16 << 20  # of a rank, for arrays outside symmetric memory; MGPU_SCRATCH of rank 0 changes it
 JOB_BYTES = 8 << 20  # for the jobs of the calls that are kept
-LOOK = 0.05  # seconds between two looks at the peers
 _FAREWELL = 1.0  # seconds that a rank waits for the others to close, to give memory back that they see
 _LOOKS = 200  # at a flag, before the first nap
 _LINE = 64
 # The panel: byte offsets.
-_FINISHED, _REPORT, _PATIENCE, _LEFT = 0, _LINE, 2 * _LINE, 3 * _LINE
+_FINISHED, _REPORT, _PATIENCE, _LEFT, _SMALL_FINISHED, _SMALL_REPORT = (i * _LINE for i in range(6))
 
 
 class Launch(NamedTuple):
@@ -81,9 +81,20 @@ class Layout:
         return self.size * _LINE
 
     @property
+    def inbox(self) -> int:
+        """Where small messages arrive."""
+        return -(-(self.flags + self.channels * self.flags_stride) // PAGE) * PAGE
+
+    @property
+    def capacity(self) -> int:
+        """Packets that a channel takes from each rank in a call."""
+        return lowlatency.capacity_for(lowlatency.MOST_BYTES, self.channels)
+
+    @property
     def scratch(self) -> int:
         """The scratch slots."""
-        return -(-(self.flags + self.channels * self.flags_stride) // PAGE) * PAGE
+        inbox = lowlatency.inbox_bytes(self.size, self.channels, self.capacity)
+        return -(-(self.inbox + inbox) // PAGE) * PAGE
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +182,7 @@ class Cuda(OnDevice):
         self._failure: CollectiveError | None = None
         self._lost: CollectiveError | None = None
         self._launches: dict[tuple[Any, ...], Launch] = {}
-        self._kernels: dict[tuple[str, str], Kernel] = {}
+        self._kernels: dict[tuple[str, str, str], Kernel] = {}
         self._staged = False
         self._host_arena: list[Any] = []  # every rank's, where GPUs do not reach each other
         layout = Layout(self.size, self.channels, slot_bytes(self.size, control.host.scratch or SCRATCH_BYTES))
@@ -179,12 +190,12 @@ class Cuda(OnDevice):
             panel = driver.register(self._panels.ctypes.data, PAGE)
             self._arena, self._staged = self._share_arena(layout)
             self._link = self._make_link(layout, panel)
+            self._states = driver.allocate(8 * lowlatency.STATE_WORDS * self.channels)
+            self._small = self._make_small(layout, panel)
             self._job_memory = driver.allocate(JOB_BYTES)
             self._job_heap = Heap(0, JOB_BYTES)
             link = self._link
             self._link_address, _ = self._upload(lambda base: relocate(link.words, link.tables, base))
-        self._closing = threading.Event()
-        self._guard = threading.Thread(target=self._watch, name="mgpu guard", daemon=True)
         self._guard.start()
         control.gather_bytes(b"")  # nobody touches a peer's memory before everybody's is ready
 
@@ -279,7 +290,10 @@ class Cuda(OnDevice):
         launch = self._launches.get(key)
         if launch is None or captured:  # a graph's job is the graph's own: replays may run at any time
             self._check_size(call, source, target)
-            launch = self._make_launch(call, start, end, (self._locate(source), self._locate(target)))
+            if self._is_small(call):
+                launch = self._make_small_launch(call, start, end)
+            else:
+                launch = self._make_launch(call, start, end, (self._locate(source), self._locate(target)))
             if captured:
                 return launch
             self._launches[key] = launch
@@ -292,6 +306,28 @@ class Cuda(OnDevice):
                     f"an array of {array.dtype} at address {array.address:#x} is not aligned to its elements; "
                     f"{describe(call.signature())} needs it to be"
                 )
+
+    def _is_small(self, call: Call) -> bool:
+        """Whether a call goes as packets, wherever its arrays lie: all ranks that call the same agree in that."""
+        itemsize = call.dtype.itemsize
+        fits = itemsize <= lowlatency.DATA_BYTES and call.count * itemsize <= lowlatency.MOST_BYTES
+        return call.collective == "all_reduce" and fits and not call.algorithm and not self._staged
+
+    def _make_small_launch(self, call: Call, start: int, end: int) -> Launch:
+        words, nbytes = self._small.copy(), call.count * call.dtype.itemsize
+        words[lowlatency.JOB_INPUT], words[lowlatency.JOB_OUTPUT] = start, end
+        words[lowlatency.JOB_BYTES] = nbytes
+        words[lowlatency.JOB_SHARE] = lowlatency.share_of(nbytes, self.channels)
+        words[lowlatency.JOB_SCALE] = call.scale
+        inboxes = {lowlatency.JOB_INBOXES: self._inboxes}
+
+        def compose(base: int) -> Any:
+            table = np.zeros(8, np.int64)
+            table[0] = base + table.nbytes
+            return np.concatenate([table, relocate(words, inboxes, int(table[0]))])
+
+        address, place = self._upload(compose)
+        return Launch(address, self._kernel(call, "small"), place)
 
     def _make_launch(self, call: Call, start: int, end: int, places: tuple[int, int]) -> Launch:
         symmetric = ORDINARY not in places
@@ -351,12 +387,12 @@ class Cuda(OnDevice):
         oldest = next(iter(self._launches))
         self._job_heap.free(self._launches.pop(oldest).place)
 
-    def _kernel(self, call: Call) -> Kernel:
+    def _kernel(self, call: Call, name: str = "execute") -> Kernel:
         """The kernel for a call's dtype and reduction; what only copies needs any."""
-        terms = (call.dtype.name, call.op) if call.reduces else ("uint8", "max")
+        terms = name, *((call.dtype.name, call.op) if call.reduces else ("uint8", "max"))
         if terms not in self._kernels:
             code = cubin.load(*terms, self.driver.capability, self.control.look_out)
-            self._kernels[terms] = kernel = self.driver.load(code, "execute", grid.MOST_LANES)
+            self._kernels[terms] = kernel = self.driver.load(code, name, grid.MOST_LANES)
             assert kernel.most_blocks >= self.channels, "a block of the most lanes fits into a multiprocessor"
         return self._kernels[terms]
 
@@ -379,19 +415,34 @@ class Cuda(OnDevice):
         link.words[x.LINK_REPORT] = panel + _REPORT
         return link
 
+    def _make_small(self, layout: Layout, panel: int) -> Any:
+        """What the jobs of small calls have in common."""
+        self._inboxes = np.array([address + layout.inbox for address in self._arena.addresses], np.int64)
+        words = np.zeros(lowlatency.JOB_WORDS, np.int64)
+        words[lowlatency.JOB_RANK], words[lowlatency.JOB_SIZE] = self.rank, self.size
+        words[lowlatency.JOB_SPINS], words[lowlatency.JOB_YIELDS] = _LOOKS, panel + _PATIENCE
+        words[lowlatency.JOB_CAPACITY], words[lowlatency.JOB_STATES] = layout.capacity, self._states
+        words[lowlatency.JOB_FINISHED] = panel + _SMALL_FINISHED
+        words[lowlatency.JOB_REPORT] = panel + _SMALL_REPORT
+        return words
+
     # Trouble
+
+    def fail(self, error: BaseException) -> None:
+        self._panel[_PATIENCE // 8 + grid.PATIENCE_STOP] = 1
+        self.control.fail(error)
 
     def _ended(self, rank: int) -> int:
         """Calls that a rank's GPU has ended."""
-        return int(self._every_panel[rank][_FINISHED // 8])
+        panel = self._every_panel[rank]
+        return int(panel[_FINISHED // 8]) + int(panel[_SMALL_FINISHED // 8])
 
     def _progress(self) -> str:
         """How far each rank's GPU has come."""
         return "calls ended: " + ", ".join(f"rank {rank} {self._ended(rank)}" for rank in range(self.size))
 
     def _watch(self) -> None:
-        """What the guard thread does. It asks the driver nothing: some stream may be captured."""
-
+        # The driver is asked nothing: some stream may be captured.
         def begin() -> Watch:
             return Watch(self.control, lambda: "a call on the GPU")
 
@@ -400,6 +451,8 @@ class Cuda(OnDevice):
             awaited = [rank for rank in range(self.size) if self._ended(rank) < self._enqueued]
             watch = watch if self.rank in awaited else begin()
             try:
+                with self._mutex:
+                    self._ledger.compare()
                 watch.look(awaited, self._progress)
             except CollectiveTimeoutError:  # the GPU has its own clock, and may not have come to the call yet
                 watch = begin()
@@ -412,9 +465,16 @@ class Cuda(OnDevice):
         """Raise what has gone wrong on the GPU or with the peers."""
         if self._failure is None:
             status = int(self._panel[_REPORT // 8 + x.REPORT_STATUS]) & 0xFFFFFFFF
-            self._failure = self._explain(status) if status else self._lost
+            if status:
+                self._failure = self._explain(status)
+            elif int(self._panel[_SMALL_REPORT // 8]) & 0xFFFFFFFF:
+                self._failure = self._lost or self._too_late(
+                    "a small all_reduce", self._ended(self.rank) + 1, self._silent()
+                )
+            else:
+                self._failure = self._lost
             if self._failure is not None:
-                self.control.fail(self._failure)
+                self.fail(self._failure)
                 raise self._failure
         self.control.check_usable()
 
@@ -433,10 +493,29 @@ class Cuda(OnDevice):
         if self._lost is not None:
             return self._lost
         mine = pages[self.rank]
+        return self._too_late(describe(mine) if mine else "a call", number, [peer])
+
+    def _too_late(self, what: str, number: int, peers: Sequence[int]) -> CollectiveTimeoutError:
+        awaited = " and ".join(f"rank {peer}" for peer in peers) or "a rank"
         return CollectiveTimeoutError(
-            f"{describe(mine) if mine else 'a call'} on the GPU, call {number}, did not finish in "
-            f"{self.control.timeout:g} s: it waited for rank {peer}; {self._progress()}"
+            f"{what} on the GPU, call {number}, did not finish in {self.control.timeout:g} s: it waited for {awaited}; "
+            f"{self._progress()}"
         )
+
+    def _silent(self) -> list[int]:
+        """The ranks of which no packet has come for the small call under way."""
+        with self.driver as driver:
+            nbytes = 8 * lowlatency.STATE_WORDS * self.channels
+            states = np.frombuffer(driver.read(self._states, nbytes), np.int64).reshape(self.channels, -1)
+            channel = int(np.argmax(states[:, lowlatency.STATE_STATUS] == x.BLOCKED))
+            call = (int(states[channel, lowlatency.STATE_CALLS]) + 1) & 0xFFFFFFFF
+            row = (2 * channel + (call & 1)) * self.size
+            stride = int(self._small[lowlatency.JOB_CAPACITY]) * lowlatency.PACKET_BYTES
+            first = int(self._inboxes[self.rank]) + row * stride
+            packets = [np.frombuffer(driver.read(first + rank * stride, 16), np.int64) for rank in range(self.size)]
+        return [
+            rank for rank, words in enumerate(packets) if any(int(word) >> 32 & 0xFFFFFFFF != call for word in words)
+        ]
 
     def _page(self, rank: int, number: int, channel: int) -> tuple[int, ...] | None:
         """A rank's descriptor of a call, from its board; None if it has not made it."""
@@ -461,33 +540,17 @@ class Cuda(OnDevice):
         family = None if self._process is None else self._family(child)
         return Cuda(child, self.driver, family)
 
+    def survivors(self) -> Cuda:
+        if self._process is not None:
+            return super().survivors()  # type: ignore[return-value]
+        self.fail(CollectiveError("its survivors have left this communicator"))
+        return Cuda(self.control.survivors(), self.driver)
+
     def _family(self, child: Shm) -> Process:
         """The ranks of a sub-communicator in this process: one object for all of them."""
         assert self._process is not None
         ranks = tuple(self.control.members.index(member) for member in child.members)
         return self._process.family(ranks, child.arena)
-
-    def abort(self, reason: str) -> None:
-        self.control.abort(reason)
-        self._panel[_PATIENCE // 8 + grid.PATIENCE_STOP] = 1
-
-    def disown(self, reason: str) -> None:
-        self.control.disown(reason)
-        self._closed = True
-        self._closing.set()
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._finish()
-            self._take_leave()
-        except CollectiveError:
-            pass  # it was raised before; memory that peers may still use stays until the process ends
-        self._closing.set()
-        self._guard.join()
-        self.control.close()
 
     def _take_leave(self) -> None:
         """Wait until nobody reads this rank's scratch any more, and give back what only this communicator had."""
@@ -512,6 +575,7 @@ class Cuda(OnDevice):
             if not self._staged:
                 driver.free(self._arena.addresses[self.rank])
             driver.free(self._job_memory)
+            driver.free(self._states)
             driver.unregister(self._panels.ctypes.data)
             driver.drop_event(self._last)
             driver.drop_stream(self._side)

@@ -1,33 +1,42 @@
 """What the backends of GPUs share: a communicator of the same ranks on the host beside them, `control`, and streams.
 
 Calls of GPU arrays are put into the caller's current stream, and the host goes on; `wait` of an asynchronous one makes
-the caller's stream wait. Arrays of the CPU, agreement on allocations, splits, lost peers, counters and locks are
-`control`'s.
+the caller's stream wait. What is put into streams is written down in a ledger, where ranks compare it. Arrays of the
+CPU, agreement on allocations, splits, lost peers, counters and locks are `control`'s.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from collectives import arrays, device_arrays
-from collectives.backends.base import Backend, Pending
+from collectives.backends.base import Backend, Failing, Pending
 from collectives.backends.shm import Shm
 from collectives.call import ORDINARY, Call, describe
 from collectives.device_arrays import DeviceArray
-from collectives.errors import CollectiveMismatchError, PeerLostError
+from collectives.errors import CollectiveError, CollectiveMismatchError, PeerLostError
+from collectives.ledger import NBYTES, Ledger
+from collectives.memory import PAGE
 from collectives.region import CLOSED
+from collectives.watch import Watch
+from kernels import cubin, pack
+from kernels.dtypes import DType, find
 
 if TYPE_CHECKING:
-    from kernels.driver import Driver
+    from kernels.driver import Driver, Kernel
 
+_MOST_JOBS = 256
+LOOK = 0.05  # seconds between two looks at the peers
 # A block's number stands above its offset in the word that tells where an array lies.
 OFFSET_BITS = 44
 
@@ -48,10 +57,12 @@ class Block:
 
 
 class OnDevice(Backend):
-    """One communicator of GPUs, a part of what it is. `driver` is this rank's GPU."""
+    """One communicator of GPUs, a part of what it is. `driver` is this rank's GPU. `compares`: whether ranks compare
+    what they call."""
 
-    def __init__(self, control: Shm, driver: Driver) -> None:
-        self.control, self.driver = control, driver
+    def __init__(self, control: Shm, driver: Driver, compares: bool = True) -> None:
+        self.control, self.driver, self._compares = control, driver, compares
+        self._failing = Failing(self)
         self.rank, self.size, self.eager_bytes = control.rank, control.size, control.eager_bytes
         self._closed = False
         self._blocks: dict[int, Block] = {}  # symmetric memory, by number
@@ -62,8 +73,23 @@ class OnDevice(Backend):
         with driver:
             self._last = driver.new_event()
             self._side = driver.new_stream()
+        self._mutex = threading.RLock()  # around what the guard thread shares
+        self._pages = control.allocate(-(-NBYTES // PAGE) * PAGE)
+        self._movers: dict[tuple[str, int], Kernel] = {}
+        self._jobs: dict[tuple[Any, ...], int] = {}  # of `pack` and `unpack`, in GPU memory
+        self._ledger = Ledger([control.peer_view(self._pages, rank)[:NBYTES] for rank in range(self.size)], self.rank)
+        self._closing = threading.Event()
+        self._guard = threading.Thread(target=self._watch, name="mgpu guard", daemon=True)
 
     # What each of them does in its own way
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """This communicator is of no further use: let the peers know, and what is in streams end."""
+
+    @abstractmethod
+    def _watch(self) -> None:
+        """What the guard thread does until `_closing` is set: look after calls for which nobody waits on the host."""
 
     @abstractmethod
     def _check(self) -> None:
@@ -87,6 +113,12 @@ class OnDevice(Backend):
 
     def settle(self) -> None:
         """Wait until what was put into streams is there."""
+
+    def _take_leave(self) -> None:
+        """Before the end, when all calls have ended and the guard thread still runs: what peers have a part in."""
+
+    def _end(self) -> None:
+        """The end, whatever has gone wrong."""
 
     # Calls
 
@@ -151,7 +183,22 @@ class OnDevice(Backend):
                 if then is not None:
                     then()
 
+            with self._failing:
+                self._announce(call)
             self._put(work, stream, captured, launched)
+
+    def _announce(self, call: Call) -> None:
+        """Write a call down for the others, and compare it with theirs."""
+        ledger = self._ledger
+        if self._compares and ledger.behind():
+            with Watch(self.control, partial(describe, call.signature())) as watch:
+                while behind := ledger.behind():
+                    watch.look(behind, lambda: f"{behind} are far behind")
+                    time.sleep(LOOK)
+        with self._mutex:
+            ledger.begin(call.signature() if self._compares else None)
+            if self._compares:
+                ledger.compare()
 
     def _finish(self) -> None:
         """Wait, on the host, for every call that was put into a stream."""
@@ -179,7 +226,7 @@ class OnDevice(Backend):
         if len({size for size, _ in answers}) > 1:
             sizes = ", ".join(f"rank {rank} {size:,}" for rank, (size, _) in enumerate(answers))
             error = CollectiveMismatchError(f"the ranks allocate different numbers of bytes: {sizes}")
-            self.control.fail(error)
+            self.fail(error)
             raise error
         with self.driver:
             for number in sorted(set.intersection(*(set(theirs) for _, theirs in answers))):
@@ -271,6 +318,62 @@ class OnDevice(Backend):
                 self.driver.record(self._last, target.stream)
                 self._last_stream = target.stream
 
+    def pack(self, sources: Sequence[Any], bucket: Any) -> None:
+        if isinstance(bucket, DeviceArray):
+            self._move("pack", sources, bucket)
+        else:
+            super().pack(sources, bucket)
+
+    def unpack(self, bucket: Any, targets: Sequence[Any]) -> None:
+        if isinstance(bucket, DeviceArray):
+            self._move("unpack", targets, bucket)
+        else:
+            super().unpack(bucket, targets)
+
+    def _move(self, direction: str, tensors: Sequence[DeviceArray], bucket: DeviceArray) -> None:
+        """Between tensors and a bucket, in one launch on its stream."""
+        self._check()
+        if not bucket.size:
+            return
+        driver, dtype, stream = self.driver, find(bucket.dtype), bucket.stream
+        with driver:
+            captured = driver.capturing(stream)
+            kernel = self._mover(direction, dtype)
+            job = self._moving(tensors, bucket, captured)
+            blocks = pack.blocks(bucket.size, dtype, dtype, kernel.most_blocks)
+            driver.launch(kernel, (blocks, 1), pack.THREADS, job, stream)
+            if not captured:
+                driver.record(self._last, stream)
+                self._last_stream = stream
+
+    def _mover(self, direction: str, dtype: DType) -> Kernel:
+        key = direction, dtype.itemsize
+        if key not in self._movers:
+            code = cubin.load_pack(dtype, self.driver.capability, self.control.look_out)
+            self._movers[key] = self.driver.load(code, direction, pack.THREADS)
+        return self._movers[key]
+
+    def _moving(self, tensors: Sequence[DeviceArray], bucket: DeviceArray, captured: bool) -> int:
+        """The address, in GPU memory, of the job of moving between these: the same one for the way back."""
+        key = bucket.address, *((tensor.address, tensor.nbytes) for tensor in tensors)
+        if key in self._jobs and not captured:
+            return self._jobs[key]
+        starts = np.cumsum([0, *(tensor.size for tensor in tensors)])[:-1].tolist()
+        addresses, counts = [tensor.address for tensor in tensors], [tensor.size for tensor in tensors]
+        rows = pack.table(addresses, counts, starts, bucket.size)
+        at = self.driver.allocate(8 * pack.JOB_WORDS + rows.nbytes)
+        words = pack.job(rows.shape[1], at + 8 * pack.JOB_WORDS, bucket.address, bucket.size)
+        self.driver.write(at, words.tobytes() + rows.tobytes())
+        if captured:  # a graph's job is the graph's own: replays may run at any time
+            return at
+        if len(self._jobs) >= _MOST_JOBS:
+            self._finish()
+            for old in self._jobs.values():
+                self.driver.free(old)
+            self._jobs.clear()
+        self._jobs[key] = at
+        return at
+
     def signal(self, rank: int) -> None:
         self._finish()
         self.control.signal(rank)
@@ -296,6 +399,28 @@ class OnDevice(Backend):
     def check(self, ranks: Sequence[int]) -> None:
         self._check()
         self.control.check(ranks)
+
+    def abort(self, reason: str) -> None:
+        self.fail(CollectiveError(reason))
+
+    def disown(self, reason: str) -> None:
+        self.control.disown(reason)
+        self._closed = True
+        self._closing.set()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finish()
+            self._take_leave()
+        except CollectiveError:
+            pass  # it was raised before; memory that peers may still use stays until the process ends
+        self._closing.set()
+        self._guard.join()
+        self._end()
+        self.control.close()
 
 
 class _Running(Pending):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from collectives.backends.device import Block, OnDevice
+from collectives.backends.device import LOOK, Block, OnDevice
 from collectives.backends.shm import Shm
 from collectives.call import Call, describe, scale_value
 from collectives.contract import COLLECTIVES, Contract, Geometry, geometry
@@ -36,7 +36,6 @@ from collectives.errors import (
     CollectiveTimeoutError,
     PeerLostError,
 )
-from collectives.ledger import NBYTES, Ledger
 from collectives.memory import PAGE
 from collectives.watch import Watch
 from kernels.dtypes import DTYPES, DType, find
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from kernels.driver import Driver
 
 OLDEST = 22800  # the first NCCL with all calls that are made here: 2.28
-LOOK = 0.05  # seconds between two looks at the peers
 _FAREWELL = 5.0  # seconds that `close` waits for the peers to close, and anybody for an abort
 _LAST_NEWS = 1.0  # seconds in which a peer that NCCL has lost is found by name
 _MOST_FLIGHTS = 64  # calls under way before those that have ended are sorted out
@@ -123,24 +121,17 @@ class Nccl(OnDevice):
     name = "nccl"
 
     def __init__(self, control: Shm, driver: Driver, library: Any, comm: Any = None) -> None:
-        super().__init__(control, driver)
-        self._nccl, self._comm = library, comm
-        self._mutex = threading.RLock()  # around every call of NCCL, and what the guard thread shares
+        super().__init__(control, driver, compares=os.environ.get("MGPU_NCCL_CHECK", "1") != "0")
+        self._nccl, self._comm = library, comm  # around every call of it is `_mutex`
         self._flights: deque[_Flight] = deque()
         self._lost: CollectiveError | None = None  # why NCCL's communicator is gone
         self._raised = False
-        self._compares = os.environ.get("MGPU_NCCL_CHECK", "1") != "0"
-        self._page = control.allocate(-(-NBYTES // PAGE) * PAGE)
-        pages = [control.peer_view(self._page, rank)[:NBYTES] for rank in range(self.size)]
-        self._ledger = Ledger(pages, self.rank)
         self._least = self._meet()
         if comm is None:
             self._comm = self._join()
         else:
             self._settle("split")
         self._children: weakref.WeakSet[Nccl] = weakref.WeakSet()
-        self._closing = threading.Event()
-        self._guard = threading.Thread(target=self._watch, name="mgpu guard", daemon=True)
         self._guard.start()
 
     # Beginning
@@ -188,7 +179,7 @@ class Nccl(OnDevice):
         unique = nccl.UniqueId.from_buffer(bytes.fromhex(identifier))
         config = nccl.Config()
         config.blocking = 0
-        with self.driver, self._failing():
+        with self.driver, self._failing:
             with self._calling("init"):
                 self._comm = nccl.comm_init_rank_config(self.size, unique, self.rank, config.ptr)
             self._settle("init")
@@ -207,8 +198,7 @@ class Nccl(OnDevice):
     def _put(self, work: Request, stream: int, captured: bool, launched: Callable[[], None]) -> None:
         call = work.call
         what = partial(describe, call.signature())
-        with self._failing():
-            number = self._announce(call, what)
+        with self._failing:
             operation = self._make(work, stream, what)
             self._settle(what())
             if operation is not None:
@@ -216,21 +206,7 @@ class Nccl(OnDevice):
                     self._nccl.red_op_destroy(operation, self._comm)
         launched()
         if not captured:
-            self._follow(number, what(), range(self.size), stream)
-
-    def _announce(self, call: Call, what: Callable[[], str]) -> int:
-        """Write the call down for the others, and compare it with theirs. Its number."""
-        ledger = self._ledger
-        if self._compares and ledger.behind():
-            with Watch(self.control, what) as watch:
-                while behind := ledger.behind():
-                    watch.look(behind, lambda: f"{behind} are far behind")
-                    time.sleep(LOOK)
-        with self._mutex:
-            number = ledger.begin(call.signature() if self._compares else None)
-            if self._compares:
-                ledger.compare()
-        return number
+            self._follow(self._ledger.begun(self.rank), what(), range(self.size), stream)
 
     def _make(self, work: Request, stream: int, what: Callable[[], str]) -> int | None:
         """Make NCCL's calls for one of ours. The operation of a premul_sum, which is to be destroyed when they have
@@ -316,7 +292,7 @@ class Nccl(OnDevice):
         to, of = ([peer for _, peer, _ in side] for side in (outgoing, incoming))
         what = f"messages to {to} and from {of}"
         streams = list(dict.fromkeys(array.stream for array, _, _ in (*outgoing, *incoming)))
-        with driver, self._failing():
+        with driver, self._failing:
             captured = driver.capturing(streams[0])
             for stream in streams:
                 if not captured and self._last_stream not in (None, stream):
@@ -356,7 +332,7 @@ class Nccl(OnDevice):
             if own:
                 nccl.mem_free(own)
             raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
-        with self._failing():
+        with self._failing:
             with self._calling("empty"):
                 window = nccl.comm_window_register(self._comm, own, room, _COLL_SYMMETRIC)
             self._settle("empty")
@@ -425,15 +401,9 @@ class Nccl(OnDevice):
             return error
         return {REMOTE_ERROR: PeerLostError, TIMEOUT: CollectiveTimeoutError}.get(state, CollectiveError)(text)
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """What goes wrong inside ends the communicator, for all ranks."""
-        try:
-            yield
-        except BaseException as error:  # Ctrl-C, too
-            self._lose(error if isinstance(error, CollectiveError) else CollectiveError(repr(error)))
-            self._raised = True
-            raise
+    def fail(self, error: BaseException) -> None:
+        self._lose(error if isinstance(error, CollectiveError) else CollectiveError(repr(error)))
+        self._raised = True
 
     def _lose(self, error: CollectiveError) -> None:
         """End NCCL's communicator, and what it has in streams; tell the peers."""
@@ -480,7 +450,6 @@ class Nccl(OnDevice):
                     self._ledger.end(flight.number)
 
     def _watch(self) -> None:
-        """What the guard thread does."""
         flight, watch = None, None
         while not self._closing.wait(LOOK):
             try:
@@ -514,7 +483,7 @@ class Nccl(OnDevice):
         self._finish()
         child = self.control.split(color, key)
         first = _NO_COLOR if child is None else self.control.members.index(child.members[0])
-        with self.driver, self._failing():
+        with self.driver, self._failing:
             with self._calling("split"):
                 comm = self._nccl.comm_split(self._comm, first, 0 if child is None else child.rank, 0)
             self._settle("split")
@@ -524,33 +493,20 @@ class Nccl(OnDevice):
         self._children.add(engine)
         return engine
 
-    def abort(self, reason: str) -> None:
-        self._lose(CollectiveError(reason))
-
-    def disown(self, reason: str) -> None:
-        self.control.disown(reason)
-        self._closed = True
-        self._closing.set()
+    def survivors(self) -> Nccl:
+        self.fail(CollectiveError("its survivors have left this communicator"))
+        return Nccl(self.control.survivors(), self.driver, self._nccl)
 
     def close(self) -> None:
-        if self._closed:
-            return
         for child in list(self._children):
             child.close()
-        self._closed = True
-        try:
-            self._finish()
-        except CollectiveError:
-            pass  # it was raised before
-        self._closing.set()
-        self._guard.join()
-        comm, self._comm = self._comm, None
-        if comm is not None:
-            self._take_leave(comm)
-        self.control.close()
+        super().close()
 
-    def _take_leave(self, comm: Any) -> None:
+    def _end(self) -> None:
         """End NCCL's communicator together with the peers, or alone if they do not come."""
+        comm, self._comm = self._comm, None
+        if comm is None:
+            return
         nccl, deadline = self._nccl, time.monotonic() + _FAREWELL
         try:
             with self.driver:

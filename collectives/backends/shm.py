@@ -32,6 +32,7 @@ from collectives.progress import Progress, Queued
 from collectives.region import CLOSED, FAILED, Member, Region, region_bytes
 from collectives.signals import Signals
 from collectives.stream import EAGER_BYTES, Streams
+from collectives.survivors import regroup
 from collectives.watch import Watch
 from kernels import native
 from kernels.dtypes import find
@@ -467,6 +468,9 @@ class Shm(Backend):
                 free[ranks[member]].add(birth.arena)
         self.host.settle([birth for birth in settled if self.members[self.rank] in birth.members])
         return free
+
+    def survivors(self) -> Shm:
+        return regroup(self)
 
     def abort(self, reason: str) -> None:
         self.fail(CollectiveError(reason))

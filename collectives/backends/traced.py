@@ -44,6 +44,9 @@ class Traced(Around):
         child = self._inner.split(color, key)
         return None if child is None else Traced(child, self._timeline)
 
+    def survivors(self) -> Backend:
+        return Traced(self._inner.survivors(), self._timeline)
+
     def close(self) -> None:
         self._inner.close()
         self._timeline.write()

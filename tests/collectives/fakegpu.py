@@ -20,7 +20,7 @@ import numpy as np
 from collectives import Communicator
 from collectives.backends import cuda
 from collectives.device_arrays import DeviceArray
-from kernels import executor, grid
+from kernels import cubin, executor, grid, lowlatency, pack
 from kernels.driver import DriverError, Kernel
 from kernels.dtypes import find
 from kernels.portable import bind
@@ -40,6 +40,25 @@ def doze(round: int, flag: int, seen: int, spins: int, yields: int) -> bool:
     if load_acquire(yields + 8 * grid.PATIENCE_STOP):
         return False
     return round - spins - grid.SHORT_NAPS < load_word(yields + 8 * grid.PATIENCE_NAPS)
+
+
+def move(direction: str, dtype: Any, job: int) -> None:
+    """What the kernels of `pack.cu` do, by their NumPy twins."""
+
+    def words(address: int, count: int) -> list[int]:
+        return np.frombuffer(ctypes.string_at(address, 8 * count), np.int64).tolist()
+
+    def array(address: int, count: int) -> Any:
+        memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+        return np.frombuffer(memory, dtype)
+
+    segments, *tables, bucket, length, _ = words(job, pack.JOB_WORDS)
+    starts, counts, addresses = (words(address, segments) for address in tables)
+    tensors = [array(*place) for place in zip(addresses, counts)]
+    if direction == "pack":
+        pack.pack(tensors, array(bucket, length), starts)
+    else:
+        pack.unpack(array(bucket, length), tensors, starts)
 
 
 class FakeDriver:
@@ -135,9 +154,15 @@ class FakeDriver:
         self._put(stream, lambda: ctypes.memmove(dst, src, nbytes))
 
     def load(self, cubin: bytes, name: str, lanes: int) -> Kernel:
+        if cubin.startswith(b"pack"):
+            kind = find(cubin.decode().split("-")[1]).numpy
+            return Kernel(lambda job, row, block, blocks: block or move(name, kind, job), self.processors)
         dtype, operation = cubin.decode().split("-")
-        bodies = {**python.bodies(find(dtype), operation), "doze": doze}
-        return Kernel(bind(executor.run_call, bodies, python.as_it_is), self.processors)
+        small = name == "small"
+        bodies = python.small(find(dtype), operation) if small else python.bodies(find(dtype), operation)
+        run = bind(lowlatency.run_call if small else executor.run_call, {**bodies, "doze": doze}, python.as_it_is)
+        call = lambda jobs, row, block, blocks: run(load_word(jobs + 8 * row), block, blocks, 0, 1)  # noqa: E731
+        return Kernel(call, self.processors)
 
     def launch(self, kernel: Kernel, grid: tuple[int, int], lanes: int, argument: int, stream: int) -> None:
         assert self._current.depth and grid[0] * grid[1] <= kernel.most_blocks, "not all blocks run at once"
@@ -145,7 +170,7 @@ class FakeDriver:
 
         def run() -> None:
             blocks = [
-                threading.Thread(target=kernel.function, args=(load_word(argument + 8 * row), channel, grid[0], 0, 1))
+                threading.Thread(target=kernel.function, args=(argument, row, channel, grid[0]))
                 for row in range(grid[1])
                 for channel in range(grid[0])
             ]
@@ -238,8 +263,15 @@ class FakeDriver:
         return np.frombuffer(self.read(array.address, array.nbytes), array.dtype).reshape(array.shape)
 
 
+def without_compilers() -> None:
+    """Kernels are names from now on, which a `FakeDriver` knows."""
+    cubin.load = lambda name, dtype, operation, *_: f"{dtype}-{operation}".encode()  # type: ignore[assignment]
+    lowlatency.MOST_BYTES = 1 << 11  # a rank's first two calls write to all of the inboxes, and this is slow Python
+    cubin.load_pack = lambda dtype, *_: f"pack-{dtype.name}".encode()  # type: ignore[assignment]
+
+
 def on_gpu(comm: Communicator, **options: Any) -> tuple[Communicator, FakeDriver]:
     """A communicator of fake GPUs beside one of processes on a host."""
-    cuda.cubin.load = lambda dtype, operation, *_: f"{dtype}-{operation}".encode()  # type: ignore[assignment]
+    without_compilers()
     driver = FakeDriver(**options)
     return Communicator(cuda.Cuda(comm._backend, driver)), driver  # type: ignore[arg-type]

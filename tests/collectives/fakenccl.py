@@ -16,7 +16,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from fakegpu import FakeDriver
+from fakegpu import FakeDriver, without_compilers
 from nccl.bindings import nccl as real
 
 from collectives import Communicator, premul_sum
@@ -281,6 +281,7 @@ def on_nccl(comm: Communicator, uuid: str | None = None, **options: Any) -> tupl
     """A communicator over this NCCL, beside one of processes on a host."""
     control, carrier = comm.split(0), comm.split(0)
     assert control is not None and carrier is not None
+    without_compilers()
     driver = FakeDriver(uuid=uuid)
     library = FakeNccl(driver, carrier, **options)
     library.beside = control

@@ -30,7 +30,7 @@ from collectives.device_arrays import DeviceArray
 from collectives.environment import place as standing
 from collectives.initialise import _join, join_all
 from kernels import driver as real
-from kernels import grid
+from kernels import grid, lowlatency
 
 
 def every_collective(comm: Communicator) -> None:
@@ -144,7 +144,8 @@ def streams_and_graphs(comm: Communicator) -> None:
     driver.synchronize(4)
     assert len(driver._events) == events - 1, "an event goes with its call"
 
-    # A graph is captured once and replayed; the epochs go on by themselves, and other calls fit between.
+    # A graph is captured once and replayed, of large calls and small ones; the epochs go on by themselves, and other
+    # calls fit between.
     graph = driver.capture(3)
     one = driver.array(np.ones(300, np.float32), stream=3)
     gpu.all_reduce(one, out=one)
@@ -154,7 +155,9 @@ def streams_and_graphs(comm: Communicator) -> None:
         driver.replay(graph, 3)
         assert set(driver.values(one)) == {2.0 ** (replay + 1)}
         gpu.all_reduce(y, "min", out=y)
-        driver.synchronize(3)
+        few = driver.array(np.full(3, replay, np.float16), stream=3)
+        gpu.all_reduce(few, out=few)
+        assert set(driver.values(few)) == {2.0 * replay}
     assert set(driver.values(x)) == {96.0} and not driver.errors
     gpu.close()
     assert ("drop", side) in driver.log
@@ -166,12 +169,14 @@ def test_streams_are_honoured_and_graphs_replayed() -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["a GPU each", "one GPU"])
 def test_ranks_of_one_process_are_driven_by_one_thread(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda.cubin, "load", lambda dtype, operation, *_: f"{dtype}-{operation}".encode())
+    monkeypatch.setattr(lowlatency, "MOST_BYTES", 1 << 11)
+    monkeypatch.setattr(cuda.cubin, "load", lambda name, dtype, operation, *_: f"{dtype}-{operation}".encode())
     one = FakeDriver()
     drivers = [one, one] if shared else [one, FakeDriver(1)]
     comms = join_all(drivers, timeout=20.0)
-    xs = [driver.array(np.full(1000, rank + 1.0, np.float32), stream=3) for rank, driver in enumerate(drivers)]
-    for power in range(3):
+    for power, count in [(0, 500), (1, 500), (0, 5000)]:
+        if power == 0:
+            xs = [driver.array(np.full(count, rank + 1.0, np.float32), stream=3) for rank, driver in enumerate(drivers)]
         for comm, x in zip(comms, xs, strict=True):
             comm.all_reduce(x, out=x)
         for driver, x in zip(drivers, xs, strict=True):
@@ -189,6 +194,65 @@ def test_ranks_of_one_process_are_driven_by_one_thread(shared: bool, monkeypatch
         assert list(pool.map(on_the_host, comms)) == [[2, 12, 2]] * 2
         list(pool.map(Communicator.close, comms))
     assert not one.errors
+
+
+def small_messages(comm: Communicator) -> None:
+    """They go as packets, whatever memory they lie in: the reduction of any other call."""
+    gpu, driver = on_gpu(comm)
+    rng = np.random.default_rng(7)
+    for dtype, op in [
+        (np.float32, "sum"),
+        (np.int8, "max"),
+        (np.float16, "avg"),
+        (np.float64, collectives.premul_sum(3.0)),
+    ]:
+        for count in (0, 1, 13, lowlatency.MOST_BYTES // np.dtype(dtype).itemsize):
+            both = (8 * rng.standard_normal((comm.size, count))).astype(dtype)
+            x = driver.array(both[comm.rank])
+            got = gpu.all_reduce(x, op, out=driver.array(np.full(count, 9, dtype)))
+            want = gpu.all_reduce(both[comm.rank], op)  # of the CPU
+            assert (driver.values(got) == want).all(), (dtype, op, count)
+    names = {name for name, *_ in gpu._backend._kernels}
+    assert names == {"small"} and not driver.errors
+    x = driver.array(np.ones(5, np.complex128))  # no packet holds one
+    gpu.all_reduce(x, out=x)
+    gpu.all_reduce(y := driver.array(np.ones(5, np.float32)), algorithm="one_shot", out=y)
+    assert set(driver.values(x)) == set(driver.values(y)) == {comm.size}
+    assert {name for name, *_ in gpu._backend._kernels} == {"small", "execute"}
+    gpu.close()
+
+
+def test_small_messages_go_as_packets() -> None:
+    collectives.spawn(small_messages, 2, backend="shm")
+
+
+def lists(comm: Communicator) -> None:
+    """A list of arrays is packed in one launch for each dtype, reduced, and unpacked in one."""
+    gpu, driver = on_gpu(comm)
+    shapes = [(3, 5), (), (0, 2), (7,), (20_000,), (1,)]
+
+    def make() -> list[DeviceArray]:
+        kinds = [np.float32, np.float16, np.float32, np.float16, np.float32, np.int64]
+        return [driver.array(np.full(s, comm.rank + i, k), 5) for i, (s, k) in enumerate(zip(shapes, kinds))]
+
+    xs, total = make(), comm.size * (comm.size - 1) // 2
+    for repeat in range(2):
+        driver.log.clear()
+        results = gpu.all_reduce(xs) if repeat == 0 else gpu.all_reduce(xs, out=xs)
+        assert len([entry for entry in driver.log if entry[0] == "launch"]) == 3 * 3
+        for i, result in enumerate(results):
+            assert result.shape == xs[i].shape and result.dtype == xs[i].dtype
+            assert (driver.values(result) == total + comm.size * i).all()
+        assert results[0] is xs[0] if repeat else (driver.values(xs[0]) == comm.rank).all()
+    work = gpu.all_reduce(make(), "max", async_op=True)
+    assert all((driver.values(x) == comm.size - 1 + i).all() for i, x in enumerate(work.wait()))
+    assert gpu.all_reduce([np.ones(3), np.ones(2)])[0].tolist() == [comm.size] * 3
+    assert not driver.errors
+    gpu.close()
+
+
+def test_lists_of_arrays_are_packed_in_one_launch() -> None:
+    collectives.spawn(lists, 2, backend="shm")
 
 
 def test_who_has_no_gpu_is_not_waited_for() -> None:
@@ -248,14 +312,15 @@ def test_without_peer_access_data_goes_through_the_host_and_that_is_said_once() 
 
 def fail(comm: Communicator, how: str) -> None:
     gpu, driver = on_gpu(comm)
-    x = driver.array(np.zeros(100 + (how == "mismatch") * comm.rank, np.float32))
+    more = {"mismatch": 1, "protocols": 50_000}.get(how, 0)
+    x = driver.array(np.zeros((5000 if how == "late, large" else 100) + more * comm.rank, np.float32))
     y = driver.array(np.zeros(8, np.float32))
     gpu.all_reduce(y, out=y)
     driver.synchronize(0)
-    gpu._backend._panel[cuda._PATIENCE // 8 + grid.PATIENCE_NAPS] = grid.naps(300 if how != "late" else 0.3)
-    if comm.rank == 0 or how == "mismatch":
+    gpu._backend._panel[cuda._PATIENCE // 8 + grid.PATIENCE_NAPS] = grid.naps(0.3 if how.startswith("late") else 300)
+    if comm.rank == 0 or more:
         gpu.all_reduce(x, out=x)
-    elif how == "late":
+    elif how.startswith("late"):
         time.sleep(60)  # until spawn ends it
     else:
         os._exit(7)
@@ -267,7 +332,9 @@ def fail(comm: Communicator, how: str) -> None:
     ("how", "error", "text"),
     [
         ("mismatch", collectives.CollectiveMismatchError, "rank 0 called .*count 100.*rank 1 called .*count 101"),
+        ("protocols", collectives.CollectiveMismatchError, "rank 0 called .*count 100.*rank 1 called .*count 50100"),
         ("late", collectives.CollectiveTimeoutError, "all_reduce.*on the GPU, call 2, did not finish.*for rank 1"),
+        ("late, large", collectives.CollectiveTimeoutError, "count 5000.*, call 2, did not finish.*for rank 1"),
         ("dead", collectives.PeerLostError, "rank 1"),
     ],
 )
@@ -282,6 +349,9 @@ def test_parts_of_a_ranks_device_memory_lie_apart() -> None:
             layout = Layout(size, channels, 64 << 10)
             board = channels * 16 * 64
             assert layout.flags >= board and layout.scratch >= layout.flags + channels * layout.flags_stride
+            assert layout.inbox >= layout.flags + channels * layout.flags_stride
+            assert layout.scratch >= layout.inbox + lowlatency.inbox_bytes(size, channels, layout.capacity)
+            assert layout.capacity * 8 * channels >= lowlatency.MOST_BYTES and layout.inbox % 16 == 0
             assert layout.flags % 64 == 0 and layout.scratch % 4096 == 0 and layout.flags_stride >= size * 64
 
 

@@ -252,11 +252,11 @@ def test_the_wait_of_50_ms_ends_too() -> None:
 
 def test_where_nobody_comes_back_a_failed_call_is_reported_and_later_ones_do_nothing() -> None:
     run_call = bind(ll.run_call, python.small(find("int64"), "sum"), python.as_it_is)
-    world, report = World(2), np.zeros(2, np.uint32)
+    world, report, finished = World(2), np.zeros(2, np.uint32), np.zeros(1, np.int64)
     jobs = [world.give(rank, np.full(3, rank + 1).view(np.uint8)) for rank in (0, 1)]
-    world.jobs[0][ll.JOB_REPORT] = report.ctypes.data
+    world.jobs[0][ll.JOB_REPORT], world.jobs[0][ll.JOB_FINISHED] = report.ctypes.data, finished.ctypes.data
     run_call(jobs[0], 0, 1, 0, 1)
-    assert report[0] == BLOCKED and world.states[0][0, ll.STATE_CALLS] == 0
+    assert finished[0] == 0 and report[0] == BLOCKED and world.states[0][0, ll.STATE_CALLS] == 0
     assert plain("int64", "sum")(jobs[1], 0, 1, 0, 1) == DONE, "what the other has sent is there"
     before = world.inboxes.copy()
     world.give(0, np.full(3, 9).view(np.uint8))

@@ -142,4 +142,4 @@ def test_the_command_line_refuses_what_does_not_go_together(text, words):
 def test_and_takes_what_does(text):
     defaults = {"epochs": 1, "batch": 1, "lr": 0.1, "seed": 3, "dtype": "float32"}
     options = command.parser("x", "", defaults, samples="samples", seed="order").parse_args(text.split())
-    parallel.check(options, 2)
+    assert parallel.check(options, 2) == {"data": 2}

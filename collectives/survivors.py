@@ -1,0 +1,59 @@
+"""A communicator of the ranks that are left when some have died: what MPI's fault tolerance calls shrinking (Bland et
+al., "Post-failure recovery of MPI communication capability", 2013).
+
+Those that are left meet anew, at an address that follows from who they are. Who is left every rank sees for itself, in
+the others' processes, and may see it sooner than another; then the two do not find each other, and look again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from typing import TYPE_CHECKING
+
+from collectives.errors import CollectiveError
+from collectives.host import Host
+from collectives.place import Place
+from collectives.region import CLOSED
+from collectives.rendezvous import meet
+
+if TYPE_CHECKING:
+    from collectives.backends.shm import Shm
+
+_LOOK_AGAIN = 5.0  # seconds in which ranks that agree in who is left have met
+
+
+def regroup(old: Shm) -> Shm:
+    """A new engine of the ranks of `old` that have neither died nor closed it, in their order; they call it together.
+
+    Raises CollectiveTimeoutError naming who has not come by `old`'s deadline, though it is alive.
+    """
+    deadline = time.monotonic() + old.timeout
+    while True:
+        dead = {rank for rank in range(old.size) if old.host.dead([old.members[rank]])}
+        left = [rank for rank in range(old.size) if rank not in dead and old.regions[rank].state != CLOSED]
+        seconds = min(_LOOK_AGAIN, max(0.0, deadline - time.monotonic()))
+        try:
+            return _join(old, Place(left.index(old.rank), len(left), _address(old, left), timeout=seconds))
+        except CollectiveError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def _join(old: Shm, place: Place) -> Shm:
+    host = Host(meet(place))
+    try:
+        engine = type(old)(host, range(place.size), 0, old.timeout)
+        host.meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
+    except BaseException:
+        host.close()
+        raise
+    return engine
+
+
+def _address(old: Shm, left: list[int]) -> str:
+    """Where these ranks of this communicator meet, and no others of this host."""
+    processes = [old.host.meeting.peers[member].pid for member in old.members]
+    names = json.dumps([processes, old.arena, left])
+    return f"unix:{hashlib.sha256(names.encode()).hexdigest()}"
