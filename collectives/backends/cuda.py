@@ -468,9 +468,7 @@ class Cuda(OnDevice):
             if status:
                 self._failure = self._explain(status)
             elif int(self._panel[_SMALL_REPORT // 8]) & 0xFFFFFFFF:
-                self._failure = self._lost or self._too_late(
-                    "a small all_reduce", self._ended(self.rank) + 1, self._silent()
-                )
+                self._failure = self._lost or self._too_late("a small all_reduce", self._silent())
             else:
                 self._failure = self._lost
             if self._failure is not None:
@@ -482,6 +480,7 @@ class Cuda(OnDevice):
         number, peer, channel = (int(self._panel[_REPORT // 8 + word]) for word in (1, 2, 3))
         with self.driver:
             pages = [self._page(rank, number, channel) for rank in range(self.size) if self._lost is None]
+        number = self._ended(self.rank) + 1  # small calls counted, which the executor knows nothing of
         if status == x.DIFFERENT and pages and all(pages):
             words = [page for page in pages if page is not None]
             if len({page[: x.SIGNATURE_WORDS] for page in words}) > 1:
@@ -493,10 +492,10 @@ class Cuda(OnDevice):
         if self._lost is not None:
             return self._lost
         mine = pages[self.rank]
-        return self._too_late(describe(mine) if mine else "a call", number, [peer])
+        return self._too_late(describe(mine) if mine else "a call", [peer])
 
-    def _too_late(self, what: str, number: int, peers: Sequence[int]) -> CollectiveTimeoutError:
-        awaited = " and ".join(f"rank {peer}" for peer in peers) or "a rank"
+    def _too_late(self, what: str, peers: Sequence[int]) -> CollectiveTimeoutError:
+        number, awaited = self._ended(self.rank) + 1, " and ".join(f"rank {peer}" for peer in peers) or "a rank"
         return CollectiveTimeoutError(
             f"{what} on the GPU, call {number}, did not finish in {self.control.timeout:g} s: it waited for {awaited}; "
             f"{self._progress()}"
