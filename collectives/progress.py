@@ -13,7 +13,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from collectives.backends.shm import Shm
 
 
-class Queued(NamedTuple):
+@dataclass
+class Queued:
     """A call, its job, and the objects that must live until it has ended."""
 
     call: Call
@@ -79,6 +81,13 @@ class Progress:
             self._running.append((self._submitted, queued, ended))
             self._submit(self._queue, queued.job.address, self._submitted)
             return Ticket(self, self._submitted)
+
+    def let_go(self) -> None:
+        """Drop the objects that calls have kept alive which have ended."""
+        for number, queued, _ in list(self._running):
+            if not self.ended(number):
+                break
+            queued.keep = None
 
     def ended(self, number: int) -> bool:
         """Whether a call has ended."""
@@ -138,6 +147,7 @@ class Ticket(Pending):
         progress = self._progress
         while not progress.ended(self._number) and progress.failure is None:
             progress.settle(progress.flag, self._number, 200, 20)
+        progress.let_go()
         if progress.failure is not None and self._number >= progress.failure[0]:
             raise copy(progress.failure[1]) from progress.failure[1]
 
