@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, threads
+from collectives import Communicator, arrays, threads
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -247,6 +247,9 @@ def lists(comm: Communicator) -> None:
     work = gpu.all_reduce(make(), "max", async_op=True)
     assert all((driver.values(x) == comm.size - 1 + i).all() for i, x in enumerate(work.wait()))
     assert gpu.all_reduce([np.ones(3), np.ones(2)])[0].tolist() == [comm.size] * 3
+    arrays.is_immutable = lambda x: True  # as JAX's are: the broadcast one is new
+    x = driver.array(np.full(4, comm.rank, np.float32), 5)
+    assert (driver.values(gpu.broadcast(x, root=1)) == 1).all() and (driver.values(x) == comm.rank).all()
     assert not driver.errors
     gpu.close()
 
