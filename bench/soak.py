@@ -34,6 +34,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from collectives.ranks import die_with
+
 MARK = "SOAK"  # in the environment of all of an episode's processes
 _LOOK = 0.05  # seconds between looks at who runs
 _SAMPLE = 2.0  # seconds between samples of memory
@@ -146,7 +148,11 @@ def episode(folder: Path, options: argparse.Namespace, seed: int, seconds: float
     command += ["--min-ranks", str(max(2, options.ranks - 1)), "-m", "bench.soak_rank", str(folder), str(seed)]
     with open(folder / "output", "w+") as output:
         launcher = subprocess.Popen(
-            [*command, str(options.pause)], stdout=output, stderr=output, env={**os.environ, MARK: str(folder)}
+            [*command, str(options.pause)],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, MARK: str(folder)},
+            preexec_fn=die_with(os.getpid()),  # this process has one thread
         )
         try:
             next_kill, next_sample = began + draw.expovariate(1 / options.every), began
