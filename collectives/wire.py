@@ -132,16 +132,17 @@ def abandon(requests: Sequence[Any], *buffers: Any) -> None:
             return
     if not _abandoned:
         MPI._set_abort_status(1)  # mpi4py then ends by MPI_Abort
-        atexit.register(_leave)
     _abandoned.append((requests, buffers))
 
 
+@atexit.register  # now, so that what others register is done before
 def _leave() -> None:
-    """Give others time to speak. MPI_Abort, which comes next, asks the launcher to end all ranks and waits for it, for
-    ever if the network to it is gone: the alarm's signal ends this process then."""
-    time.sleep(_LAST_WORDS)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, _ABORTING)
+    """After a request was abandoned: give others time to speak. MPI_Abort, which comes next, asks the launcher to end
+    all ranks and waits for it, for ever if the network to it is gone: the alarm's signal ends this process then."""
+    if _abandoned:
+        time.sleep(_LAST_WORDS)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _ABORTING)
 
 
 class Peers:
