@@ -21,11 +21,13 @@ WHAT = ("all_reduce", "rooted", "gathering", "empty", "asynchronous", "plan", "m
 def live(seed: int, timeout: float) -> None:
     """Until another rank is lost: that is reported, and raised. Nobody can raise before its call has begun."""
     draw, began = random.Random(seed), [time.monotonic()]
+    if seed % 2:  # nothing happens before all have met
+        collectives.init(timeout=60.0).close()
+        Path(os.environ["SURVIVORS"], "met").touch()
     try:
         while True:
             began[0] = time.monotonic()
             with collectives.init(timeout=timeout) as comm:
-                Path(os.environ["SURVIVORS"], "met").touch()
                 work(comm, draw, draw.randrange(1, 60), began)
     except CollectiveError as error:
         report(int(os.environ["MGPU_RANK"]), type(error).__name__, str(error), since=began[0])

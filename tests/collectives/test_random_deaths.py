@@ -64,11 +64,15 @@ def happens(monkeypatch: pytest.MonkeyPatch, number: int, seed: int, folder: Pat
     monkeypatch.setattr(ranks, "GRACE", grace)
     found: list[int] = []
 
+    over = threading.Event()
+
     def strike() -> None:
-        while seed % 2 and not (folder / "met").exists():
+        while seed % 2 and not (folder / "met").exists() and not over.is_set():
             time.sleep(0.01)
         time.sleep(moment)
         while not (pids := _processes(folder, victim)):
+            if over.is_set():
+                return  # and nothing was found
             time.sleep(0.01)
         found.append(pids[0])
         now_it_happens()
@@ -79,8 +83,10 @@ def happens(monkeypatch: pytest.MonkeyPatch, number: int, seed: int, folder: Pat
     try:
         code = launch.main(["-n", str(size), str(script)])
     finally:
+        over.set()
         thread.join()
     assert not _processes(folder), "processes are left"
+    assert found, "the ranks have ended before anything happened"
     outcomes = {int(path.stem): Outcome(*json.loads(path.read_text())) for path in folder.glob("*.json")}
     return Event(seed, size, victim, found[0], code, outcomes)
 
