@@ -21,10 +21,10 @@ WHAT = ("all_reduce", "rooted", "gathering", "empty", "asynchronous", "plan", "m
 def live(seed: int, timeout: float) -> None:
     """Until another rank is lost: that is reported, and raised. Nobody can raise before its call has begun."""
     draw, began = random.Random(seed), [time.monotonic()]
-    if seed % 2:  # nothing happens before all have met
-        collectives.init(timeout=60.0).close()
-        Path(os.environ["SURVIVORS"], "met").touch()
     try:
+        if seed % 2:  # nothing happens before all have met
+            collectives.init(timeout=60.0).close()
+            Path(os.environ["SURVIVORS"], "met").touch()
         while True:
             began[0] = time.monotonic()
             with collectives.init(timeout=timeout) as comm:
