@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass
 class Growth:
-    """The least that a process had, early and late."""
+    """What a process usually had, early and late."""
 
     kib: tuple[int, int]
     descriptors: tuple[int, int]
@@ -264,11 +264,17 @@ def grown(found: Episode, samples: Sequence[Sample], calm: float) -> None:
             continue
         early, late = theirs[part : 2 * part], theirs[-part:]
         growth = found.growth[who] = Growth(
-            (min(each.kib for each in early), min(each.kib for each in late)),
-            (min(each.descriptors for each in early), min(each.descriptors for each in late)),
+            (usual(each.kib for each in early), usual(each.kib for each in late)),
+            (usual(each.descriptors for each in early), usual(each.descriptors for each in late)),
         )
         if growth.kib[1] > growth.kib[0] + _ALLOWED_KIB or growth.descriptors[1] > growth.descriptors[0]:
             found.wrong.append(f"{who} has grown: {growth}")
+
+
+def usual(values: Iterable[int]) -> int:
+    """The median: neither what it takes for a moment, as a file that is being written, nor what it lets go of between
+    two attempts."""
+    return int(median(values))
 
 
 def ranks_of(launcher: int) -> list[Process]:
