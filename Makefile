@@ -7,6 +7,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 CUDA := 12
+# One that crashes ends the run: to wait for what it had to do yet may take for ever.
+WORKERS := -n 3 --dist loadfile --max-worker-restart 0
 
 help:
 	@sed -n '2,5s/^# *//p' Makefile
@@ -15,10 +17,10 @@ train: .venv/base.stamp
 	$(BIN)/mgpu train image-classification $(ARGS)
 
 test: lint
-	$(BIN)/pytest -m "not slow" -n 3 --dist loadfile $(ARGS)
+	$(BIN)/pytest -m "not slow" $(WORKERS) $(ARGS)
 
 test-all: lint
-	$(BIN)/pytest -n 3 --dist loadfile $(ARGS)
+	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check
