@@ -26,7 +26,7 @@ from collectives.environment import RESTART
 from collectives.errors import CollectiveError, PeerLostError
 from collectives.failure import Failure, RankTraceback, Reports
 from collectives.output import PrefixedOutput
-from collectives.ranks import GRACE, Rank, Ranks, die_with
+from collectives.ranks import ASKED_GRACE, GRACE, Rank, Ranks, die_with
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -50,7 +50,7 @@ def spawn(
     `init`; "sim" sets NUMBA_ENABLE_CUDASIM=1 in the ranks. Each rank's thread pools get its share of the processors,
     where the environment does not say otherwise.
 
-    Ctrl-C reaches the ranks too, which have a few seconds to end before this process does. So do SIGTERM and SIGHUP, as
+    Ctrl-C reaches the ranks too, which have half a minute to end before this process does. So do SIGTERM and SIGHUP, as
     SIGTERM, in the main thread of a process that has no handlers of its own for them. A second one kills the ranks.
 
     If ranks fail, the others are stopped after a few seconds, and the first failure that is not another's echo is
@@ -73,8 +73,8 @@ def spawn(
         connections = [stack.enter_context(_start(ranks, job.fileno(), backend)) for _ in range(nprocs)]
         try:
             return _outcomes(ranks, connections)
-        except KeyboardInterrupt:
-            ranks.stop(signal.SIGINT)
+        except (KeyboardInterrupt, _Asked) as asked:
+            ranks.stop(signal.SIGINT if isinstance(asked, KeyboardInterrupt) else signal.SIGTERM, ASKED_GRACE)
             raise
 
 
@@ -234,6 +234,8 @@ def main(argv: Sequence[str]) -> int:
     least = size if options.min_ranks is None else options.min_ranks
     if least > size:
         parser.error(f"--min-ranks {least} is more than the {size} ranks to begin with")
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # as some parents leave it: exit codes would be lost
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     suspect = None
     for attempt in range(options.restarts + 1):
         code, cause = _run(options, size, attempt)
@@ -278,7 +280,7 @@ def _run(options: argparse.Namespace, size: int, attempt: int) -> tuple[int, int
                 if pipe:
                     output.add(pipe.fileno(), number, sink)
         if received:  # while they were started
-            ranks.signal(received[-1])
+            ranks.send_signal(received[-1])
         failed = _watch(ranks, reports, output, received)
         stopped = [rank.number for rank in ranks.running]
         ranks.stop()
@@ -382,7 +384,7 @@ def _forwarding_signals(ranks: Ranks) -> Iterator[list[int]]:
 
     def forward(number: int, _frame: FrameType | None) -> None:
         received.append(number)
-        ranks.signal(number if len(received) == 1 else signal.SIGKILL)
+        ranks.send_signal(number if len(received) == 1 else signal.SIGKILL)
 
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {number: signal.getsignal(number) for number in numbers}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable
 from typing import BinaryIO
 
 from collectives.channel import wait_for
+
+_DRAIN = 1.0  # seconds
 
 
 class PrefixedOutput:
@@ -25,18 +28,28 @@ class PrefixedOutput:
     def pump(self, ready: Iterable[int]) -> None:
         """Copy what has come through those pipes that are ready."""
         for pipe in self.pipes.keys() & ready:
-            prefix, sink = self.pipes[pipe]
             data = os.read(pipe, 1 << 16)
-            text = self._partial[pipe] + data
+            self._copy(pipe, data)
             if not data:
-                del self.pipes[pipe]
-                text += b"\n" if text else b""
-            lines = re.findall(rb"[^\r\n]*(?:\r\n|\r(?!$)|\n)", text)
-            self._partial[pipe] = text[sum(map(len, lines)) :]
-            sink.write(b"".join(prefix + line for line in lines))
-            sink.flush()
+                self._end(pipe)
 
     def drain(self) -> None:
-        """Copy what is left."""
-        while ready := wait_for(self.pipes, 0.0):
+        """Copy what ended ranks have left, for a second at most: what they have started may go on writing for ever."""
+        deadline = time.monotonic() + _DRAIN
+        while time.monotonic() < deadline and (ready := wait_for(self.pipes, 0.0)):
             self.pump(ready)
+        for pipe in list(self.pipes):
+            self._end(pipe)
+
+    def _copy(self, pipe: int, data: bytes) -> None:
+        prefix, sink = self.pipes[pipe]
+        text = self._partial[pipe] + data
+        lines = re.findall(rb"[^\r\n]*(?:\r\n|\r(?!$)|\n)", text)
+        self._partial[pipe] = text[sum(map(len, lines)) :]
+        sink.write(b"".join(prefix + line for line in lines))
+        sink.flush()
+
+    def _end(self, pipe: int) -> None:
+        if self._partial[pipe]:
+            self._copy(pipe, b"\n")
+        del self.pipes[pipe]

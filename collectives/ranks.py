@@ -22,6 +22,7 @@ from collectives.channel import wait_for
 from collectives.roll import Roll, describe_end
 
 GRACE = 5.0  # seconds that ranks have to end by themselves after one has failed, and again after SIGTERM
+ASKED_GRACE = 30.0  # and when somebody has asked them to: to finish a step or a test, and write a checkpoint
 _SWEEP = 1.0  # seconds for what ranks have started to end after them
 _PR_SET_PDEATHSIG = 1
 
@@ -104,22 +105,22 @@ class Ranks:
         ready = wait_for([*files, *pidfds], deadline)
         return ready, [rank for rank in self.running if self._has_ended(rank)]
 
-    def signal(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send a signal to every rank that runs."""
         for rank in self.running:
             rank.signalled = True
-            os.kill(rank.process.pid, number)  # it may have ended, but its id is still its own
+            with suppress(ProcessLookupError):  # it has ended, where SIGCHLD is ignored; else its id is still its own
+                os.kill(rank.process.pid, number)
 
-    def stop(self, *signals: int) -> None:
-        """End all ranks: by these signals in turn (SIGTERM if none is given), with time to heed each, then SIGKILL."""
+    def stop(self, number: int = signal.SIGTERM, grace: float | None = None) -> None:
+        """End all ranks: by this signal, with `grace` seconds to heed it (None: GRACE), then by SIGKILL."""
         try:
-            for number in signals or (signal.SIGTERM,):
-                self.signal(number)
-                self.signal(signal.SIGCONT)  # one that is stopped hears it only then
-                self._wait_for_all()
+            self.send_signal(number)
+            self.send_signal(signal.SIGCONT)  # one that is stopped hears it only then
+            self._wait_for_all(GRACE if grace is None else grace)
         finally:  # at Ctrl-C, at once
-            self.signal(signal.SIGKILL)
-            self._wait_for_all()
+            self.send_signal(signal.SIGKILL)
+            self._wait_for_all(GRACE)
 
     def close(self) -> None:
         """End all ranks and whatever they have started, and forget them."""
@@ -137,8 +138,8 @@ class Ranks:
             self.all = []
             self._roll.close()
 
-    def _wait_for_all(self) -> None:
-        deadline = time.monotonic() + GRACE
+    def _wait_for_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline:
             self.wait([], deadline)
 
