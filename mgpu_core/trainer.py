@@ -5,10 +5,13 @@
     trainer.fit(epochs=4)
 
 How the ranks share the work is the strategy's business: see `mgpu_core.parallel.strategies`. Rank 0 writes
-metrics.jsonl and checkpoint.safetensors into `folder`. A checkpoint holds the model, the optimiser and
-the position in the data. All else (the order of the data, augmentation, dropout, the learning rate) is a function of
-the seed and the position, so a resumed run repeats, bit for bit, what the uninterrupted one does on as many ranks,
-and within rounding on any other number and with any other strategy that trains in step.
+metrics.jsonl and checkpoint.safetensors into `folder`; a new run replaces what an earlier one has left there. A
+checkpoint holds the model, the optimiser and the position in the data. All else (the order of the data, augmentation,
+dropout, the learning rate) is a function of the seed and the position, so where ranks train in step a resumed run
+repeats, bit for bit, what the uninterrupted one does on as many ranks, and within rounding on any other number and with
+any other strategy that trains in step. What ranks keep apart is made alike for a checkpoint or left out of it: batch
+norm's running statistics are the uninterrupted run's within rounding, and what a communication hook has not sent yet
+is forgotten.
 """
 
 from __future__ import annotations
@@ -115,6 +118,8 @@ class Trainer:
         """
         limit = math.inf if steps is None else self.steps_done + steps
         self.interrupted = False
+        if self.folder is not None and not self.steps_done:  # or ranks that start again would go on with another run
+            (self.folder / CHECKPOINT).unlink(missing_ok=True)
         with stop_request() as stop, _Report(self, epochs) as report, self._writer or nullcontext():
             while self.epoch < epochs and self.steps_done < limit and not self.interrupted:
                 tested_at = self._next_test()
@@ -188,10 +193,8 @@ class Trainer:
             CheckpointError: if it is of another model or optimiser, or its position is in another order of the data.
         """
         meta = checkpoint.read_meta(path)
-        if meta["data"] != self._data():
-            raise checkpoint.CheckpointError(
-                f"{path} is from a run with {meta['data']}, but this one has {self._data()}"
-            )
+        if (data := meta.get("data")) != self._data():
+            raise checkpoint.CheckpointError(f"{path} is from a run with {data}, but this one has {self._data()}")
         self.strategy.load(path)
         self.strategy.precision.load_state(meta.get("precision", {}))
         self.epoch, self.step = meta["epoch"], meta["step"]

@@ -309,7 +309,8 @@ class Workers(Strategy):
 class Rounds(Strategy):
     """Ranks train by themselves on parts of a batch and meet after every round, where they also agree to stop.
 
-    In between a rank knows its own loss only. The inner optimisers' states become their mean in `settle`.
+    In between a rank knows its own loss only. The inner optimisers' states become their mean in `settle`; an outer
+    one's momentum is not part of a checkpoint.
     """
 
     def __init__(self, model: LocalSGD, *, speeds: Sequence[float] | str | None = None) -> None:

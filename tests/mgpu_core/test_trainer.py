@@ -177,6 +177,25 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(tm
     assert checkpoint.load(tmp_path / "checkpoint.safetensors")[1]["epoch"] == 1
 
 
+def test_a_new_run_leaves_no_checkpoint_of_an_earlier_one_to_go_on_from(tmp_path):
+    trainer(folder=tmp_path).fit(1)
+
+    def dying(model, arrays):
+        assert run.steps_done < 3
+        return loss(model, arrays)
+
+    run = trainer(folder=tmp_path, loss=dying)
+    with pytest.raises(AssertionError):
+        run.fit(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "x.safetensors", {"model.weight": np.zeros(3)}, {"epoch": 3})
+    with pytest.raises(CheckpointError, match="is from a run with None, but this one has"):
+        trainer().resume(tmp_path / "x.safetensors")
+
+
 @pytest.mark.parametrize("other", [{"batch": 9}, {"seed": 4}], ids=str)
 def test_a_position_in_other_data_is_refused(tmp_path, other):
     trainer(folder=tmp_path).fit(1)
