@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,8 +41,8 @@ def parser(
     add("-n", "--ranks", type=positive, help="processes to train with (the cores, from 2 to 8)")
     add("--epochs", type=positive, help=f"passes over the training {samples} ({defaults['epochs']})")
     add("--batch", type=positive, help=f"{samples} in a step, over all ranks ({defaults['batch']})")
-    add("--lr", type=float, help=f"highest learning rate ({defaults['lr'] or 'in proportion to the batch'})")
-    add("--seed", type=int, help=f"of the weights and of {seed} (0)")
+    add("--lr", type=rate, help=f"highest learning rate ({defaults['lr'] or 'in proportion to the batch'})")
+    add("--seed", type=seed_number, help=f"of the weights and of {seed} (0)")
     add("--dtype", choices=("float32", "float64"), help="(float32)")
     add("--precision", choices=PRECISIONS, help="of products; parameters and optimisers are --dtype's (float32)")
     add("--out", type=Path, default=Path("runs") / name, help="folder for the results (%(default)s)")
@@ -49,7 +50,7 @@ def parser(
     add("--steps", type=positive, help="stop after so many steps")
     add("--tests", type=positive, default=1, help="how often to test in an epoch (%(default)s)")
     add("--slow-rank", type=int, metavar="RANK", help="let this rank compute more than it must, to see what that does")
-    add("--slow-factor", type=positive, default=3, help="how often it computes each step (%(default)s)")
+    add("--slow-factor", type=positive, help="how often it computes each step (3)")
     add("--workers", type=positive, help="threads of a rank that read (1)")
     add("--prefetch", type=positive, help="batches that a rank holds ready (2)")
     add("--timeline", metavar="FILE", help="write a timeline of all ranks, for Perfetto and mgpu timeline")
@@ -61,6 +62,20 @@ def parser(
 def positive(text: str) -> int:
     """A whole number from 1."""
     if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A finite number above 0."""
+    if not 0 < float(text) < math.inf:
+        raise ValueError
+    return float(text)
+
+
+def seed_number(text: str) -> int:
+    """A whole number from 0, below 2**64."""
+    if not 0 <= int(text) < 2**64:
         raise ValueError
     return int(text)
 
@@ -86,12 +101,12 @@ def run(
     options.resume = options.resume or restarts() > 0
     if options.resume:
         try:
-            saved = checkpoint.load(options.out / CHECKPOINT)[1]["settings"]
+            saved = checkpoint.read_meta(options.out / CHECKPOINT).get("settings", {})
         except FileNotFoundError:
             say(f"there is no {options.out / CHECKPOINT} to go on from: starting from the beginning")
             options.resume, saved = False, {}
         if options.parallel not in (None, saved.get("parallel")):  # another way, with options of its own
-            saved = {name: value for name, value in saved.items() if name not in parallel.SETTINGS}
+            saved = {name: value for name, value in saved.items() if name not in parallel.BELONGS}
         for name, value in saved.items():
             if getattr(options, name) is None:
                 setattr(options, name, value)
@@ -137,7 +152,7 @@ def settle(options: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str
     Returns all settings that `defaults` names, and how the ranks share the work, for the checkpoint.
     """
     defaults = {"precision": "float32", **defaults}
-    for name, default in {**defaults, **parallel.SETTINGS}.items():
+    for name, default in {**defaults, **parallel.SETTINGS, "slow_factor": 3}.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
     chosen = [name for name in parallel.SETTINGS if getattr(options, name) is not None]

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_core import Tensor, ctc, data, metrics, nn, optim, schedule
+from mgpu_core import Tensor, checkpoint, ctc, data, metrics, nn, optim, schedule
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import Loader, Sampler
 from mgpu_core.data.sound import BANDS
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         out = options.out / speaker
         if code := command.run(parser(), [*argv, "--hold-out", speaker, "--out", str(out)], find, train):
             return code
-        rates[speaker] = metrics.read(out / METRICS)[-1]["digit_error_rate"]
+        rates[speaker] = checkpoint.read_meta(out / CHECKPOINT)["scores"].get("digit_error_rate", float("nan"))
     print("digit error rates of speakers whom the network has not heard before:")
     for speaker, rate in rates.items():
         print(f"  {speaker:10} {rate:7.2%}")

@@ -123,7 +123,19 @@ def test_a_launcher_may_start_the_ranks(script, tmp_path):
     assert refused.returncode != 0 and "leave -n out" in refused.stderr
 
 
-@pytest.mark.parametrize("wrong", [["-n", "0"], ["--batch", "-1"], ["--epochs", "x"], ["--dtype", "int8"]], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["-n", "0"],
+        ["--batch", "-1"],
+        ["--epochs", "x"],
+        ["--dtype", "int8"],
+        ["--lr", "0"],
+        ["--lr", "nan"],
+        ["--seed", "-1"],
+    ],
+    ids=str,
+)
 def test_wrong_arguments_are_refused(wrong, capsys):
     with pytest.raises(SystemExit) as ended:
         main(wrong)

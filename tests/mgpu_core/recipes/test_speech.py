@@ -91,6 +91,9 @@ def test_each_speaker_is_held_out_in_turn(tmp_path, capsys, monkeypatch):
     table = said[said.index("not heard before") :]
     assert "ada" in table and "bob" in table
     assert saved(tmp_path / "bob")[1]["settings"]["hold_out"] == "bob"
+    assert run(tmp_path, "--hold-out", "each", "--epochs", "1", "--resume") == 0  # nothing is left to do
+    again = capsys.readouterr().out
+    assert again[again.index("not heard before") :] == table
 
 
 def test_a_speaker_whom_nobody_knows_is_refused(tmp_path):
