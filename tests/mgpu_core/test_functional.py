@@ -237,9 +237,21 @@ def test_batch_norm_of_all_ranks_is_that_of_the_whole_batch():
             np.testing.assert_allclose(own.data, expected.data, rtol=1e-12)
 
 
-def test_batch_norm_needs_a_sample():
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 2, 2)], ids=str)
+def test_batch_norm_of_a_rank_without_samples_moves_nothing(shape):
+    weight, (mean, var) = Tensor(np.ones(3), requires_grad=True), running(3)
+    x, before = Tensor(np.zeros(shape), requires_grad=True), (mean.data.copy(), var.data.copy())
+    y = F.batch_norm(x, weight, Tensor(np.ones(3)), mean, var, training=True)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == shape
+    for array, expected in zip((mean.data, var.data, weight.grad), (*before, np.zeros(3))):
+        np.testing.assert_array_equal(array, expected)
+
+
+def test_batch_norm_of_all_ranks_needs_a_sample():
+    arguments = Tensor(np.zeros((0, 3))), Tensor(np.ones(3)), Tensor(np.ones(3)), *running(3)
     with pytest.raises(ValueError, match="at least one element"):
-        F.batch_norm(Tensor(np.zeros((0, 3))), Tensor(np.ones(3)), Tensor(np.ones(3)), *running(3), training=True)
+        F.batch_norm(*arguments, training=True, reduce=lambda sums: sums)
 
 
 def test_batch_norm_of_one_sample_is_its_bias():

@@ -32,14 +32,15 @@ def batch_norm(
 
     Training uses, and differentiates through, the batch's own mean and variance (Ioffe and Szegedy 2015), and moves
     the running ones towards them: running += momentum * (batch - running), the variance being the unbiased one.
-    Otherwise the running ones are used.
+    Otherwise the running ones are used. A batch without elements, as of a rank that has no sample, moves nothing.
 
     `reduce` makes the batch that of all ranks: it is given a float64 vector of sums and returns the vector summed over
     the ranks. Each of them calls it once in the forward pass and once in the backward pass, a rank with no
     samples too. Sums are taken about the running mean, which all ranks share, so that little cancels.
-    Raises ValueError in training when the batch of all ranks has no element per channel.
+    Raises ValueError in training when the batch of all ranks that `reduce` sums over has no element per channel.
     """
     a, w = x.data, weight.data
+    training = training and (a.size > 0 or reduce is not None)
     xp = array_namespace(a, w)
     kernels = kernels_for(a)
     channels = a.shape[1]
