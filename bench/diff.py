@@ -159,15 +159,17 @@ def cut_off(n: int, m: int, alpha: float) -> int:
 
 @cache
 def rank_sums(n: int, m: int) -> tuple[int, ...]:
-    """In how many of the orders of n and m values Mann and Whitney's U is 0, 1, ..., n m."""
-    if n == 0 or m == 0:
-        return (1,)
-    found = Counter[int]()
-    for u, orders in enumerate(rank_sums(n - 1, m)):  # the largest value is one of the n: it is above all m
-        found[u + m] += orders
-    for u, orders in enumerate(rank_sums(n, m - 1)):
-        found[u] += orders
-    return tuple(found[u] for u in range(n * m + 1))
+    """In how many of the orders of n and m values Mann and Whitney's U is 0, 1, ..., n m.
+
+    They are the coefficients of the Gaussian binomial, the product of (1 - x^(m + i)) / (1 - x^i) for i from 1 to n.
+    """
+    found = [1] + [0] * (n * m)
+    for i in range(1, n + 1):
+        for u in range(n * m, m + i - 1, -1):
+            found[u] -= found[u - m - i]
+        for u in range(i, n * m + 1):
+            found[u] += found[u - i]
+    return tuple(found)
 
 
 def report(changes: Sequence[Change]) -> Iterator[str]:

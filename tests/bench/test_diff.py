@@ -24,6 +24,13 @@ def test_the_distribution_of_u_is_that_of_all_orders(n: int, m: int) -> None:
     assert sum(rank_sums(n, m)) == math.comb(n + m, n)
 
 
+def test_samples_may_be_many() -> None:
+    assert sum(rank_sums(2, 1500)) == math.comb(1502, 2)
+    n = 60
+    normal = n * n / 2 - 1.96 * math.sqrt(n * n * (2 * n + 1) / 12)
+    assert cut_off(n, n, 0.05) == pytest.approx(normal, abs=2)
+
+
 def test_the_cut_is_that_of_published_tables() -> None:
     # critical values of U, two-sided: the largest U that is significant; the cut is one more
     assert cut_off(7, 7, 0.05) - 1 == 8
