@@ -11,7 +11,6 @@ Nothing else is fitted: other algorithms, staged memory and sizes between follow
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
@@ -23,6 +22,7 @@ from collectives.arrays import Array
 from collectives.communicator import Communicator
 from collectives.cost import Rate, Seconds, Topology
 from collectives.launch import spawn
+from collectives.threads import here
 
 FOOTPRINTS = tuple(int(2 ** (19 + k / 2)) for k in range(17))  # bytes that all ranks touch together: 512 KB to 128 MB
 _REPEATS = 7
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         description="Measure what the cost model needs to know of this machine, in some seconds, and keep it: from "
         "then on ranks choose algorithms by it, and mgpu predict uses it. Nothing else should be running.",
     )
-    parser.add_argument("-n", "--ranks", type=int, default=max(os.cpu_count() or 2, 2), help="how many (%(default)s)")
+    parser.add_argument("-n", "--ranks", type=int, default=max(here(1), 2), help="how many (%(default)s)")
     chosen = parser.parse_args(argv)
     if chosen.ranks < 2:
         parser.error("one rank has nobody to talk to: -n is 2 or more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from crew import Crews
 
 import collectives
-from collectives import Communicator, measured, tune
+from collectives import Communicator, cgroup, measured, tune
 from collectives.cost import Rate, Topology, predict
 from collectives.inspect import predict_main
 from collectives.lowering import Memory, build
@@ -74,6 +75,10 @@ def test_what_is_measured_is_kept_for_as_many_ranks(
     assert measured.kept(2) == SLOW_MEMORY and measured.kept(3) is None
     assert predict_main(["all_reduce", "two_shot", "-n", "2", "-b", "8"]) == 0
     assert "2 ranks on this machine" in capsys.readouterr().out
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
+    assert tune.main([]) == 0
+    assert capsys.readouterr().out.startswith("3 ranks:")  # one for each processor that there is for them
     measured.path(2).write_text("{")
     assert measured.kept(2) is None  # damaged: as if never measured
     with pytest.raises(SystemExit):
