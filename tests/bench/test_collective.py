@@ -111,6 +111,7 @@ def measured(collective: str, folder: Path) -> None:
     assert all(row["case"]["collective"] == collective and row["microseconds"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_a_gather(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measured("gather", tmp_path)
     assert "# Out of bounds values : 0 OK" in capsys.readouterr().out

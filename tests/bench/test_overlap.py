@@ -15,6 +15,7 @@ def test_the_table_says_what_a_step_gains_and_where_communication_was() -> None:
     assert line.split() == ["784-8-8-10", "12.00", "10.00", "4.00", "50%", "75%"]
 
 
+@pytest.mark.slow
 def test_two_ranks_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = ["-n", "2", "--width", "64", "--batch", "4", "--steps", "2", "--rounds", "1"]
     assert main([*short, "--json", f"{tmp_path}/x.json"]) == 0

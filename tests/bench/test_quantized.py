@@ -22,6 +22,7 @@ def test_bytes_and_errors_are_those_that_the_hooks_promise(crew: Crews) -> None:
         assert bf16["repeated"] == pytest.approx(bf16["error"])  # and rounding is always the same
 
 
+@pytest.mark.slow
 def test_a_short_run_prints_every_hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = "-n 2 -b 4K -e 64K -f 16 --iters 2 --rounds 1"
     assert main([*short.split(), "--json", f"{tmp_path}/x.json"]) == 0

@@ -132,9 +132,9 @@ def with_another_result(comm: Communicator, collective: str, x: Any, asynchronou
     ("collective", "x", "asynchronous"),
     [
         ("all_reduce", np.ones(4), False),
-        ("all_reduce", [np.ones(1), np.ones(3)], True),
+        pytest.param("all_reduce", [np.ones(1), np.ones(3)], True, marks=pytest.mark.slow),
         ("broadcast", np.ones(4), True),
-        ("all_gather", np.ones(4), False),
+        pytest.param("all_gather", np.ones(4), False, marks=pytest.mark.slow),
     ],
 )
 def test_results_that_differ(crew: Crews, collective: str, x: Any, asynchronous: bool) -> None:

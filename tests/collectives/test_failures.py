@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,18 +169,19 @@ def dies_unheard(comm: Communicator) -> None:
         time.sleep(0.001)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 DEATHS = [
     (dies_with_a_lock, 3, 1),
-    (dies_unheard, 2, 1),
+    slow(dies_unheard, 2, 1),
     (dies_before_it_counts, 2, 1),
-    (dies_while_others_wait, 3, 2),
-    (dies_before_others_call, 3, 0),
+    slow(dies_while_others_wait, 3, 2),
+    slow(dies_before_others_call, 3, 0),
     (dies_in_asynchronous_calls, 2, 1),
-    (dies_before_it_sends, 3, 1),
+    slow(dies_before_it_sends, 3, 1),
     (dies_in_the_middle_of_a_message, 3, 1),
     (dies_before_it_receives, 2, 1),
     (dies_in_compilation, 2, 1),
-    (dies_in_allocation, 2, 1),
+    slow(dies_in_allocation, 2, 1),
     (dies_in_split, 3, 1),
 ]
 
@@ -224,7 +226,7 @@ def stops(comm: Communicator, where: str) -> None:
             os.kill(comm._backend.host.meeting.peers[1].pid, signal.SIGKILL)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("where", ["call", "recv", "asynchronous", "empty"])
+@pytest.mark.parametrize("where", ["call", "recv", slow("asynchronous"), slow("empty")])
 def test_a_rank_that_stops(where: str, tmp_path: Path) -> None:
     found = outcomes(stops, 3, tmp_path, where, timeout=1.0)
     assert sorted(found) == [0, 2]
@@ -603,7 +605,7 @@ report(rank, kind, f"left {{left}}: {{text}}")
 """
 
 
-@pytest.mark.parametrize("where", ["meet", "memory", "descriptors", "scratch", "call"])
+@pytest.mark.parametrize("where", ["meet", slow("memory"), slow("descriptors"), "scratch", slow("call")])
 def test_a_death_while_ranks_find_each_other(where: str, tmp_path: Path) -> None:
     """Without a launcher nobody knows a rank that has not come: there the deadline is the answer."""
     script = STARTING.format(
@@ -671,7 +673,8 @@ def starts(comm: Communicator, dead: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "dead"), [("at once", 0), ("at once", 1), ("late", 1), ("import", 0), ("connected", 0), ("exits", 1)]
+    ("moment", "dead"),
+    [("at once", 0), slow("at once", 1), ("late", 1), slow("import", 0), slow("connected", 0), ("exits", 1)],
 )
 def test_a_launcher_knows_of_ranks_that_were_never_heard_of(moment: str, dead: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

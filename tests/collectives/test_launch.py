@@ -128,8 +128,8 @@ def test_results_come_back_by_rank(monkeypatch):
     "kind,error,text",
     [
         ("mishap", Mishap, "mishap 7"),
-        ("unsendable", CollectiveError, "Unsendable: 1 and 2"),
-        ("exit", CollectiveError, r"rank 1 called sys\.exit\(3\)"),
+        pytest.param("unsendable", CollectiveError, "Unsendable: 1 and 2", marks=pytest.mark.slow),
+        pytest.param("exit", CollectiveError, r"rank 1 called sys\.exit\(3\)", marks=pytest.mark.slow),
         ("vanish", PeerLostError, "rank 1 ended with exit code 0, before it had returned"),
         ("result", Exception, "pickle|local object"),  # before Python 3.13, and from it on
         ("SIGKILL", PeerLostError, "rank 1 was killed by SIGKILL"),
@@ -396,8 +396,8 @@ comm.all_reduce(numpy.ones(3))
     "kind,code,said",
     [
         ("raises", 1, "rank 1 ended with exit code 1: ValueError: so"),
-        ("exits", 3, "rank 1 ended with exit code 3"),
-        ("vanishes", 5, "rank 1 ended with exit code 5"),
+        pytest.param("exits", 3, "rank 1 ended with exit code 3", marks=pytest.mark.slow),
+        pytest.param("vanishes", 5, "rank 1 ended with exit code 5", marks=pytest.mark.slow),
         ("forks", 137, "rank 1 was killed by SIGKILL"),
         # Whose fault it is that rank 1 has gone, nobody can tell: what the others say of it is reported.
         ("ends", 1, r"rank \d ended with exit code 1: PeerLostError: .*rank 1 closed its communicator after call 1"),
