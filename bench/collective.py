@@ -73,9 +73,7 @@ def parser(collective: str) -> argparse.ArgumentParser:
     )
     add = flags.add_argument
     add("-n", "--ranks", type=int, default=2, help="processes on this host (default 2)")
-    add("-b", "--minbytes", type=sizes.parse_size, default="8", help="first size (8, 4K, 128M; default 8)")
-    add("-e", "--maxbytes", type=sizes.parse_size, default="64M", help="last size (default 64M)")
-    add("-f", "--stepfactor", type=float, default=4, help="factor from one size to the next (default 4)")
+    sizes.add_flags(flags, "8", "64M", 4)
     add("-i", "--stepbytes", type=sizes.parse_size, help="bytes from one size to the next, in place of a factor")
     add("--iters", type=int, default=20, help="timed calls in a sample, at most; long ones make fewer (default 20)")
     add("-w", "--warmup_iters", type=int, default=5, help="untimed calls before them, at most (default 5)")

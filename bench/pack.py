@@ -55,8 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         crews, _ = start(stack, launches, 1, timeout=arguments.timeout, needed="")
         measurement = Measurement(crews, [Candidate(way) for way in WAYS], cases)
         measurement.allocate(cases[-1].nbytes)
-        run = {"calls": arguments.iters, "warmups": 3, "check": True, "wanted": None, "progress": int}
-        measurement.run(arguments.rounds, **run)
+        measurement.run(arguments.rounds, calls=arguments.iters, warmups=3, check=True)
     rows = summarise(measurement.samples, 1, WAYS, ["copy"])
     print(f"# pack: {arguments.tensors} tensors of float32, {arguments.rounds} rounds; {record.machine()}")
     for line in report(rows):
@@ -70,9 +69,7 @@ def parser() -> argparse.ArgumentParser:
     """The flags."""
     flags = argparse.ArgumentParser(prog="mgpu bench pack", description=(__doc__ or "").split("\n\n")[0])
     add = flags.add_argument
-    add("-b", "--minbytes", type=sizes.parse_size, default="64K", help="first size of the bucket (default 64K)")
-    add("-e", "--maxbytes", type=sizes.parse_size, default="16M", help="last size (default 16M)")
-    add("-f", "--stepfactor", type=float, default=16, help="factor from one size to the next (default 16)")
+    sizes.add_flags(flags, "64K", "16M", 16)
     add("--tensors", type=int, default=64, help="in a bucket (default 64)")
     add("--iters", type=int, default=20, help="timed calls in a sample, at most (default 20)")
     add("--rounds", type=int, default=7, help="samples of each way and size, taken in turn (default 7)")

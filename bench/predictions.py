@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives
+from bench.sizes import parse_size, sweep
 from collectives.builder import algorithms
 from collectives.cost import Topology
 from collectives.lowering import Memory
-from collectives.memory import parse_bytes
 from collectives.select import predicted
 from collectives.tune import measure, slowest
 
@@ -54,17 +54,16 @@ Measured = dict[Case, list[tuple[int, float]]]  # (bytes, seconds)
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; the exit code is 0."""
     chosen = parser().parse_args(argv)
-    sizes, last = [parse_bytes(chosen.minbytes, "-b")], parse_bytes(chosen.maxbytes, "-e")
-    if chosen.ranks < 2 or sizes[0] < 4 * chosen.ranks or chosen.factor < 2:
+    if chosen.ranks < 2 or chosen.minbytes < 4 * chosen.ranks or chosen.factor < 2:
         parser().error("-n and -f are at least 2, and -b at least 4 bytes for each rank")
-    while sizes[-1] * chosen.factor <= last:
-        sizes.append(sizes[-1] * chosen.factor)
-    topology, measured = collectives.spawn(run, chosen.ranks, (sizes,), backend="shm")[0]
+    # the first even where it is beyond the last
+    swept = list(sweep(chosen.minbytes, max(chosen.minbytes, chosen.maxbytes), factor=chosen.factor))
+    topology, measured = collectives.spawn(run, chosen.ranks, (swept,), backend="shm")[0]
     ratios = {
         case: [predict(case, nbytes, topology) / seconds for nbytes, seconds in times]
         for case, times in measured.items()
     }
-    for line in report(sizes, ratios):
+    for line in report(swept, ratios):
         print(line)
     if chosen.json:
         rows = [{**case._asdict(), "measured": measured[case], "ratios": ratios[case]} for case in ratios]
@@ -77,8 +76,8 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(prog="mgpu bench predictions", description=(__doc__ or "").split("\n\n")[0])
     add = flags.add_argument
     add("-n", "--ranks", type=int, default=2, help="processes on this host (default 2)")
-    add("-b", "--minbytes", default="1M", help="smallest message (default 1M)")
-    add("-e", "--maxbytes", default="32M", help="largest message (default 32M)")
+    add("-b", "--minbytes", type=parse_size, default="1M", help="smallest message (default 1M)")
+    add("-e", "--maxbytes", type=parse_size, default="32M", help="largest message (default 32M)")
     add("-f", "--factor", type=int, default=2, help="from one size to the next (default 2)")
     add("--json", type=Path, metavar="FILE", help="write the constants, times and ratios")
     return flags

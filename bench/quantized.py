@@ -52,8 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         crews, _ = start(stack, launch, arguments.ranks, timeout=arguments.timeout, needed=OURS)
         measurement = Measurement(crews, [Candidate(OURS, "symmetric", name) for name in NAMES], cases)
         measurement.allocate(cases[-1].nbytes)
-        run = {"calls": arguments.iters, "warmups": 3, "check": False, "wanted": None, "progress": int}
-        measurement.run(arguments.rounds, **run)
+        measurement.run(arguments.rounds, calls=arguments.iters, warmups=3, check=False)
     labels = [Candidate(OURS, "symmetric", name).label for name in NAMES]
     rows = summarise(measurement.samples, arguments.ranks, labels, [labels[0]])
     print(f"# quantized: {arguments.ranks} ranks, {arguments.rounds} rounds; {record.machine()}")
@@ -70,9 +69,7 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(prog="mgpu bench quantized", description=(__doc__ or "").split("\n\n")[0])
     add = flags.add_argument
     add("-n", "--ranks", type=int, default=2, help="processes on this host (default 2)")
-    add("-b", "--minbytes", type=sizes.parse_size, default="64K", help="first size, in float32 (default 64K)")
-    add("-e", "--maxbytes", type=sizes.parse_size, default="16M", help="last size (default 16M)")
-    add("-f", "--stepfactor", type=float, default=16, help="factor from one size to the next (default 16)")
+    sizes.add_flags(flags, "64K", "16M", 16)
     add("--iters", type=int, default=20, help="timed calls in a sample, at most (default 20)")
     add("--rounds", type=int, default=7, help="samples of each hook and size, taken in turn (default 7)")
     add("--timeout", type=float, default=120, help="seconds in which a rank must answer (default 120)")

@@ -79,9 +79,19 @@ class Measurement:
                 self.crews[name].ask({"do": "allocate", "with": {"memory": memory, "nbytes": nbytes}})
 
     def run(
-        self, rounds: int, *, calls: int, warmups: int, check: bool, wanted: str | None, progress: Callable[[], object]
+        self,
+        rounds: int,
+        *,
+        calls: int,
+        warmups: int,
+        check: bool,
+        wanted: str | None = None,
+        progress: Callable[[], object] | None = None,
     ) -> None:
-        """Make `rounds` rounds; more, while a case has not as many samples in the wanted state, within reason."""
+        """Make `rounds` rounds; more, while a case has not as many samples in the wanted state, within reason.
+
+        `progress` is called after every sample.
+        """
         for round in range(rounds * (_MOST_ROUNDS if wanted else 1)):
             if round >= rounds and self._enough(rounds, wanted):
                 break
@@ -89,7 +99,8 @@ class Measurement:
                 if candidate.crew in self.crews:
                     with self._tolerating(candidate.crew):
                         self._visit(candidate, case, round, calls, warmups, check)
-                progress()
+                if progress is not None:
+                    progress()
 
     @property
     def visits(self) -> int:

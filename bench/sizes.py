@@ -28,6 +28,14 @@ def format_size(nbytes: int) -> str:
     return str(nbytes)
 
 
+def add_flags(flags: argparse.ArgumentParser, first: str, last: str, factor: float) -> None:
+    """A sweep's flags, which are nccl-tests': `minbytes`, `maxbytes` and `stepfactor`, with these defaults."""
+    add = flags.add_argument
+    add("-b", "--minbytes", type=parse_size, default=first, help=f"first size (8, 4K, 128M; default {first})")
+    add("-e", "--maxbytes", type=parse_size, default=last, help=f"last size (default {last})")
+    add("-f", "--stepfactor", type=float, default=factor, help=f"factor from one size to the next (default {factor:g})")
+
+
 def sweep(first: int, last: int, *, factor: float | None = None, step: int | None = None) -> Iterator[int]:
     """Sizes from `first` to at most `last` bytes, each `factor` times the one before, or `step` bytes more.
 
