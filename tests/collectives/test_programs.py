@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from collectives.call import make_call, scale_bits
@@ -22,19 +24,17 @@ def link(size: int) -> Link:
     )  # fmt: skip
 
 
+QUICK = {
+    ("all_reduce", "staged", MOST_SCALED + 1),
+    ("reduce", "symmetric", MOST_SCALED + 1),
+    ("reduce_scatter", "symmetric", MOST_SCALED),
+}
+EVERY = product(("all_reduce", "reduce", "reduce_scatter"), ("staged", "symmetric"), (MOST_SCALED, MOST_SCALED + 1))
+
+
 @pytest.mark.parametrize(
     ("collective", "memory", "size"),
-    [
-        ("all_reduce", "staged", MOST_SCALED + 1),
-        ("reduce", "symmetric", MOST_SCALED + 1),
-        ("reduce_scatter", "symmetric", MOST_SCALED),
-        *(
-            pytest.param(collective, memory, size, marks=pytest.mark.slow)
-            for collective in ("all_reduce", "reduce", "reduce_scatter")
-            for memory in ("staged", "symmetric")
-            for size in (MOST_SCALED, MOST_SCALED + 1)
-        ),
-    ],
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in EVERY],
 )
 def test_premul_sum_of_any_number_of_ranks(collective: str, memory: str, size: int) -> None:
     call = make_call(collective, FLOAT, 1000, "premul_sum", 0, scale_bits(0.5, FLOAT))
