@@ -38,9 +38,11 @@ def choose(
 
 @lru_cache(maxsize=256)
 def one_shot_bytes(collective: str, size: int, memory: Memory, tuned: Topology, slot: int | None = None) -> int:
-    """The largest message, a power of two that one slice holds, up to which the model prefers one step to two."""
+    """The largest message, a power of two that one slice holds, up to which the model prefers one step to two. It is
+    asked only about what was measured: a program without scratch takes a message of any length in one slice."""
     here, nbytes = replace(tuned, hosts=(size,)), 8
-    while slices_of(_program(collective, "one_shot", size, memory, False), 2 * nbytes, slot) == 1:
+    program, most = _program(collective, "one_shot", size, memory, False), tuned.own.points[-1][0]
+    while 2 * nbytes <= most and slices_of(program, 2 * nbytes, slot) == 1:
         one, two = (predicted(collective, name, nbytes, memory, here, slot=slot) for name in ("one_shot", "two_shot"))
         if two < one:
             return nbytes // 2

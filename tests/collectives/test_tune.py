@@ -99,6 +99,15 @@ def test_choices_follow_the_constants() -> None:
         assert choose("all_reduce", 2, 4097, memory) == "two_shot"
 
 
+def test_one_step_that_is_always_faster_is_chosen_as_far_as_was_measured() -> None:
+    slow_signals = replace(SLOW_MEMORY, latency=1e9)
+    memories: tuple[Memory, ...] = ("symmetric", "staged")
+    for collective in ("all_reduce", "reduce"):
+        for memory in memories:
+            for size in (1, 2, 3):
+                assert 8 <= one_shot_bytes(collective, size, memory, slow_signals) <= 16 * MIB
+
+
 def _tuned(comm: Communicator) -> tuple[Topology | None, float]:
     x = np.full(1000, comm.rank + 1.0, np.float32)
     with comm.split(0) as family:  # type: ignore[union-attr]
