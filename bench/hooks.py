@@ -8,7 +8,6 @@ the hooks taking turns from step to step, so that they meet the same moods of th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import collectives
+from bench import record
 from mgpu_core import data, nn, optim, schedule
 from mgpu_core.autograd import no_grad
 from mgpu_core.nn import functional as F
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     add("-n", "--ranks", type=int, default=2, help="processes on this host (default 2)")
     add("--steps", type=int, default=300, help="training steps with each hook (default 300)")
     add("--data", type=Path, help="folder in which to look for Fashion-MNIST first ($MGPU_DATA)")
-    add("--json", type=Path, metavar="FILE", help="write the figures")
+    add("--json", type=Path, metavar="FILE", help="write figures and all steps, for mgpu bench diff")
     options = flags.parse_args(argv)
     if options.ranks < 2 or options.steps < 2:
         flags.error("-n and --steps are at least 2")
@@ -46,13 +46,17 @@ def main(argv: list[str] | None = None) -> int:
     for line in report(found, images.name, options.ranks, options.steps):
         print(line)
     if options.json:
-        figures = {"benchmark": "hooks", "ranks": options.ranks, "steps": options.steps, "data": images.name}
-        options.json.write_text(json.dumps({**figures, "hooks": found}))
+        about = {**record.about("hooks", vars(options)), "images": images.name}
+        steps = {name: row.pop("seconds") for name, row in found.items()}
+        rows = [{"label": name, "case": {}, "microseconds": 1e6 * median(steps[name]), **found[name]} for name in found]
+        samples = [sample for name in found for sample in record.samples(name, {}, steps[name])]
+        record.write(options.json, about, rows, samples)
     return 0
 
 
-def run(comm: Any, images: data.ImageSet, steps: int) -> dict[str, dict[str, float]]:
-    """One rank: by hook, `bytes` it sends in a step, `seconds` of a step, and the `loss` and `accuracy` in the test."""
+def run(comm: Any, images: data.ImageSet, steps: int) -> dict[str, dict[str, Any]]:
+    """One rank: by hook, `bytes` it sends in a step, `seconds` of each step but the first, and the `loss` and
+    `accuracy` in the test."""
     pictures, tests = (prepared(images, kept) for kept in (images.train_images, images.test_images[:_TESTED]))
     rate = schedule.cosine(_LR, steps=steps, warmup=steps // 10)
     runs = {}
@@ -80,7 +84,7 @@ def run(comm: Any, images: data.ImageSet, steps: int) -> dict[str, dict[str, flo
         test_loss, accuracy = tested(model.model, tests, images.test_labels[:_TESTED])
         found[name] = {
             "bytes": hook.bytes_sent / steps,
-            "seconds": median(seconds[name][1:]),
+            "seconds": seconds[name][1:],
             "loss": test_loss,
             "accuracy": accuracy,
         }
@@ -100,13 +104,13 @@ def tested(model: nn.Module, pictures: Any, labels: Any) -> tuple[float, float]:
         return F.cross_entropy(logits, labels).item(), float(np.mean(logits.data.argmax(axis=1) == labels))
 
 
-def report(found: Mapping[str, Mapping[str, float]], name: str, ranks: int, steps: int) -> Iterator[str]:
+def report(found: Mapping[str, Mapping[str, Any]], name: str, ranks: int, steps: int) -> Iterator[str]:
     """The table."""
     yield f"# hooks: {name}, {ranks} ranks, {steps} steps of {_BATCH} images; bytes that a rank sends in a step"
     yield f"# {'hook':>10} {'bytes':>10} {'of none':>8} {'ms/step':>8} {'loss':>8} {'accuracy':>9}"
     for hook, row in found.items():
         part = row["bytes"] / found["none"]["bytes"]
-        numbers = f"{row['bytes']:10.0f} {part:8.1%} {1e3 * row['seconds']:8.2f} {row['loss']:8.4f}"
+        numbers = f"{row['bytes']:10.0f} {part:8.1%} {1e3 * median(row['seconds']):8.2f} {row['loss']:8.4f}"
         yield f"  {hook:>10} {numbers} {row['accuracy']:9.2%}"
 
 

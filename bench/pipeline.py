@@ -14,7 +14,6 @@ number of cores. Schedules take turns, step by step, and medians are reported:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import record as records
 from mgpu_core import Tensor, nn
 from mgpu_core.nn import functional as F
 from mgpu_core.parallel.pipeline import Pipeline
@@ -52,8 +52,13 @@ def main(argv: list[str] | None = None) -> int:
     for line in report(found, ranks, microbatches, work):
         print(line)
     if arguments.json:
-        settings = {"ranks": ranks, "microbatches": microbatches, "work": work}
-        arguments.json.write_text(json.dumps({"benchmark": "pipeline", **settings, "schedules": found}) + "\n")
+        case = {"work": work, "ranks": ranks, "microbatches": microbatches}
+        rows = [
+            {"label": name, "case": case, "microseconds": 1e3 * row.pop("milliseconds"), **row}
+            for name, row in found.items()
+        ]
+        samples = [s for name in found for s in records.samples(name, case, slowest(by_rank, name, "seconds"))]
+        records.write(arguments.json, records.about("pipeline", vars(arguments)), rows, samples)
     return 0
 
 
@@ -66,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add("--work", choices=("compute", "sleep"), help="what stages do (default: compute, if there is a core for each)")
     add("--layers", type=int, default=4, help="layers in half a rank's part of the model (default 4)")
     add("--rounds", type=int, default=9, help="timed steps of each schedule (default 9)")
-    add("--json", type=Path, metavar="FILE", help="write the medians")
+    add("--json", type=Path, metavar="FILE", help="write medians and all steps, for mgpu bench diff")
     return flags
 
 
@@ -163,14 +168,18 @@ def summarise(by_rank: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, d
     """By schedule: median `milliseconds` of a step, the median `bubble`, and `kept` of each rank."""
     found = {}
     for name in by_rank[0]:
-        seconds = [max(times) for times in zip(*(rank[name]["seconds"] for rank in by_rank), strict=True)]
-        busy = [max(times) for times in zip(*(rank[name]["busy"] for rank in by_rank), strict=True)]
+        seconds, busy = slowest(by_rank, name, "seconds"), slowest(by_rank, name, "busy")
         found[name] = {
             "milliseconds": median(seconds) * 1e3,
             "bubble": median(whole / part - 1 for whole, part in zip(seconds, busy, strict=True)),
             "kept": [rank[name]["kept"] for rank in by_rank],
         }
     return found
+
+
+def slowest(by_rank: Sequence[Mapping[str, Mapping[str, Any]]], name: str, what: str) -> list[float]:
+    """Seconds of each step of a schedule, on the rank that had most."""
+    return [max(times) for times in zip(*(rank[name][what] for rank in by_rank), strict=True)]
 
 
 def report(found: Mapping[str, Mapping[str, Any]], ranks: int, microbatches: int, work: str) -> Iterator[str]:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from bench.states import UNKNOWN
 
 
 def about(benchmark: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,6 +34,14 @@ def write(
 ) -> None:
     """Write the file."""
     path.write_text(json.dumps({**about, "rows": list(rows), "samples": list(samples)}, indent=1) + "\n")
+
+
+def samples(label: str, case: Mapping[str, Any], seconds: Iterable[float]) -> list[dict[str, Any]]:
+    """A line's samples, round by round, of a benchmark that does not look at the machine's state."""
+    return [
+        {"label": label, "case": dict(case), "round": round, "microseconds": 1e6 * taken, "state": UNKNOWN}
+        for round, taken in enumerate(seconds)
+    ]
 
 
 def machine() -> str:

@@ -20,11 +20,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from bench import peers
+from bench import peers, record
 from bench.crew import python
 from bench.networks import LAST, NETWORKS, OURS, TORCH
 from bench.states import quartiles
@@ -47,8 +48,14 @@ def main(argv: list[str] | None = None) -> int:
         for line in report(network, found[network]):
             print(line, flush=True)
     if arguments.json:
-        content = {"benchmark": "single_process", "threads": arguments.threads, "networks": found}
-        arguments.json.write_text(json.dumps(content) + "\n")
+        rows, samples = [], []
+        for network, results in found.items():
+            for side, result in results.items():
+                seconds = [ns / 1e9 for ns in result.pop("ns")]
+                case = {"network": network, "threads": arguments.threads}
+                rows.append({"label": side, "case": case, "microseconds": 1e6 * median(seconds), **result})
+                samples += record.samples(side, case, seconds)
+        record.write(arguments.json, record.about("single_process", vars(arguments)), rows, samples)
     losses = {network: [result["loss"] for result in results.values()] for network, results in found.items()}
     wrong = {network: values for network, values in losses.items() if not np.allclose(values, values[0], rtol=1e-4)}
     if wrong:
@@ -65,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=3, help="steps in a turn (default 3)")
     add("--rounds", type=int, default=9, help="turns of each side (default 9)")
     add("--alone", action="store_true", help="without PyTorch")
-    add("--json", type=Path, metavar="FILE", help="write the time of every step")
+    add("--json", type=Path, metavar="FILE", help="write medians and all steps, for mgpu bench diff")
     return flags
 
 

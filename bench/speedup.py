@@ -16,14 +16,16 @@ all - together, communication that nothing hides.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+
+from bench import record
 
 WAYS = ("one", "part", "together", "all")
 
@@ -41,8 +43,12 @@ def main(argv: list[str] | None = None) -> int:
     for line in report(found, options.ranks, options.batch, options.rounds):
         print(line)
     if options.json:
-        settings = {"ranks": options.ranks, "batch": options.batch, "rounds": options.rounds}
-        options.json.write_text(json.dumps({"benchmark": "speedup", **settings, "seconds": found}) + "\n")
+        steps = {
+            way: [max(times) for times in zip(*filter(None, (r[way] for r in by_rank)), strict=True)] for way in WAYS
+        }
+        rows = [{"label": way, "case": {}, "microseconds": 1e6 * median(steps[way])} for way in WAYS]
+        samples = [sample for way in WAYS for sample in record.samples(way, {}, steps[way])]
+        record.write(options.json, {**record.about("speedup", vars(options)), "seconds": found}, rows, samples)
     return 0
 
 
@@ -53,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     add("-n", "--ranks", type=int, default=2, help="processes on this host (default 2)")
     add("--batch", type=int, default=128, help="images of a global batch (default 128)")
     add("--rounds", type=int, default=100, help="steps of each way (default 100)")
-    add("--json", type=Path, metavar="FILE", help="write the figures")
+    add("--json", type=Path, metavar="FILE", help="write medians and all steps, for mgpu bench diff")
     return flags
 
 

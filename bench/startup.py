@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import record, states
+from bench import record
 from bench.crew import python
 
 STAGES = {
@@ -56,19 +56,18 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         about = {**record.about("startup", vars(arguments)), "loaded": loaded}
         samples = [
-            {**entry(kind, stage, run["at"][stage]), "round": round, "state": states.UNKNOWN}
+            sample
             for kind, seen in runs.items()
-            for round, run in enumerate(seen)
             for stage in STAGES
+            for sample in record.samples(kind, {"stage": stage}, (run["at"][stage] for run in seen))
         ]
-        rows = [entry(kind, stage, seconds[kind][stage]) for kind in seconds for stage in STAGES]
+        rows = [
+            {"label": kind, "case": {"stage": stage}, "microseconds": 1e6 * taken}
+            for kind, stages in seconds.items()
+            for stage, taken in stages.items()
+        ]
         record.write(arguments.json, about, rows, samples)
     return 0
-
-
-def entry(kind: str, stage: str, seconds: float) -> dict[str, Any]:
-    """A row or sample as `bench.record` has them."""
-    return {"label": kind, "case": {"stage": stage}, "microseconds": 1e6 * seconds}
 
 
 def start(ranks: int, cache: str) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """The hooks' benchmark prints one table."""
 
-import json
-
 import numpy as np
 
 from bench import hooks
+from bench.diff import read
 from mgpu_core import data
 from mgpu_core.parallel.hooks import HOOKS
 
@@ -19,6 +18,8 @@ def test_a_short_run_prints_every_hook(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(data, "images", lambda folder: images)
     assert hooks.main(["-n", "2", "--steps", "2", "--json", str(tmp_path / "figures.json")]) == 0
     printed = capsys.readouterr().out
-    figures = json.loads((tmp_path / "figures.json").read_text())["hooks"]
+    content = read(tmp_path / "figures.json")
+    figures = {row["label"]: row for row in content["rows"]}
+    assert len(content["samples"]) == len(HOOKS)  # of two steps the first compiles kernels
     assert list(figures) == list(HOOKS) and all(f" {name} " in printed for name in HOOKS)
     assert figures["none"]["bytes"] > figures["bf16"]["bytes"] > figures["int8"]["bytes"] > 0

@@ -1,10 +1,10 @@
 """The bubble and the memory of pipelines: how they are summed up and shown, and one real run."""
 
-import json
 from pathlib import Path
 
 import pytest
 
+from bench.diff import read
 from bench.pipeline import main, report, summarise
 from mgpu_core.parallel.pipeline_schedules import SCHEDULES
 
@@ -41,10 +41,11 @@ def test_a_real_run_keeps_what_the_formulas_say(work: str, tmp_path: Path) -> No
     """But for the working memory of a pass, and the gradients that the zero-bubble schedule puts off."""
     file = tmp_path / "x.json"
     assert main(["-n", "2", "-m", "4", "--layers", "3", "--rounds", "1", "--work", work, "--json", str(file)]) == 0
-    content = json.loads(file.read_text())
-    assert content["work"] == work
-    for name, row in content["schedules"].items():
-        assert row["bubble"] > 0
+    content = read(file)
+    assert [sample["label"] for sample in content["samples"]] == list(SCHEDULES)
+    for row in content["rows"]:
+        name = row["label"]
+        assert row["case"]["work"] == work and row["bubble"] > 0
         for rank, kept in enumerate(row["kept"]):
             peak = SCHEDULES[name].peak(rank, 2, 4)
             put_off = rank if name == "zero-bubble" else 0

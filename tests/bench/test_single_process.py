@@ -1,12 +1,12 @@
 """Training steps in one process: turns, the table, and the two sides' networks, which compute the same."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench import networks
+from bench.diff import read
 from bench.single_process import Runner, main, report
 
 
@@ -43,8 +43,9 @@ def test_pytorch_computes_the_same_loss_from_the_same_weights(network: str, monk
 def test_two_turns_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mlp", "--alone", "--rounds", "2", "--steps", "1", "--json", f"{tmp_path}/x"]) == 0
     assert "ms a step" in capsys.readouterr().out
-    result = json.loads((tmp_path / "x").read_text())["networks"]["mlp"]["mgpu"]
-    assert len(result["ns"]) == 2
+    content = read(tmp_path / "x")
+    (result,) = content["rows"]
+    assert len(content["samples"]) == 2
     assert result["memory"] > 10e6
     assert result["loss"] == pytest.approx(np.log(10), abs=0.3)
 

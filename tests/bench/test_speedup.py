@@ -1,11 +1,11 @@
 """Where the time goes that two ranks do not save: reasons that add up."""
 
-import json
 import re
 
 import pytest
 
 from bench import speedup
+from bench.diff import read
 
 
 def test_the_reasons_add_up_to_what_is_lost():
@@ -24,8 +24,9 @@ def test_the_reasons_add_up_to_what_is_lost():
 
 def test_it_measures(tmp_path, capsys):
     assert speedup.main(["--batch", "8", "--rounds", "2", "--json", str(tmp_path / "found.json")]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["ranks"] == 2 and all(seconds > 0 for seconds in found["seconds"].values())
+    found = read(tmp_path / "found.json")
+    assert len(found["samples"]) == 2 * len(speedup.WAYS)
+    assert all(row["microseconds"] > 0 for row in (*found["rows"], *found["samples"]))
     assert "speed-up" in capsys.readouterr().out
 
 
