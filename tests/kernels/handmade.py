@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import guarded
 import numpy as np
 import numpy.typing as npt
 
@@ -74,7 +75,7 @@ class World:
         self.size, self.channels, self.slots, self.cell_bytes = size, channels, slots, cell_bytes
         self.slot_bytes = cells * cell_bytes
         self.patience = patience
-        self.memory = np.zeros(1 << 22, np.uint8) if memory is None else memory
+        self.memory = guarded.zeros(1 << 22, np.uint8) if memory is None else memory
         self._taken = -self.memory.ctypes.data % 64
         self.scratch = [self._take(slots * self.slot_bytes) for _ in range(size)]
         self.boards = [self._take(channels * x.PAGES * x.PAGE_BYTES) for _ in range(size)]

@@ -7,11 +7,13 @@ import sys
 import threading
 from pathlib import Path
 
+import guarded
 import numpy as np
 import pytest
 
 import kernels
 from kernels import native
+from kernels.progress import QUEUE_BYTES, QUEUE_TAKEN
 
 NAME = "complete"  # a small function: quick to compile
 
@@ -30,8 +32,8 @@ def fresh(name: str = NAME) -> native.Native:
 
 
 def works(function: native.Native) -> bool:
-    queue = np.zeros(64, np.int64)
-    return function.call(int(queue.ctypes.data)) == 0 and queue[16] == 1
+    queue = guarded.zeros(QUEUE_BYTES // 8)
+    return function.call(int(queue.ctypes.data)) == 0 and queue[QUEUE_TAKEN // 8] == 1
 
 
 def python(code: str, folder: Path | None = None, **environment: str) -> str:
@@ -92,7 +94,7 @@ def test_without_numba_when_cached(folder: Path) -> None:
 import sys
 from kernels import native
 import numpy
-words = numpy.zeros(64, numpy.int64)
+words = numpy.zeros({QUEUE_BYTES // 8}, numpy.int64)
 assert native.load("{NAME}").call(int(words.ctypes.data)) == 0
 print(*{{"numba", "numba_cuda", "cupy", "cuda.bindings"}} & set(sys.modules))
 """

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import guarded
 import numpy as np
 import pytest
 from handmade import ENTER, Job, World, inp, move, out, signal, wait
@@ -22,7 +23,7 @@ class Queue:
     """A queue in this process's memory, and the functions that work on it."""
 
     def __init__(self, functions: dict[str, Callable[..., int]]) -> None:
-        self.words = np.zeros(progress.QUEUE_BYTES // 8, np.int64)
+        self.words = guarded.zeros(progress.QUEUE_BYTES // 8)
         self.address = int(self.words.ctypes.data)
         self.functions = functions
         self.ticket = 0
