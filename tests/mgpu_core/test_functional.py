@@ -316,3 +316,30 @@ def test_dropout_refuses():
         with pytest.raises(ValueError, match="dropout's p"):
             F.dropout(x, p, layer=0)
     assert F.dropout(x, 0.0, layer=0) is x
+
+
+@pytest.mark.parametrize("length", [0, 3, 5])
+def test_parameters_of_another_length_are_refused(length):
+    """Compiled loops would read and write past the end of what is too short."""
+
+    def of(shape):
+        return Tensor(np.ones(shape, np.float32), requires_grad=True)
+
+    fits, other = of(4), of(length)
+    images, sequences = of((2, 4, 5, 5)), of((2, 3, 4))
+    for given in ((other, fits), (fits, other)):
+        with pytest.raises(ValueError, match=rf"layer_norm: .* must have the shape \(4,\), not \({length},\)"):
+            F.layer_norm(of((2, 3, 4)), *given)
+    for place in range(4):
+        given = [other if i == place else fits for i in range(4)]
+        for training in (True, False):
+            with pytest.raises(ValueError, match=r"batch_norm: .* must have the shape \(4,\)"):
+                F.batch_norm(images, *given, training=training)
+    with pytest.raises(ValueError, match=r"conv2d: bias must have the shape \(4,\)"):
+        F.conv2d(images, of((4, 4, 3, 3)), other)
+    with pytest.raises(ValueError, match=r"lstm: bias must have the shape \(16,\)"):
+        F.lstm(sequences, of((16, 4)), of((16, 4)), other)
+    with pytest.raises(ValueError, match=r"gru: bias must have the shape \(12,\)"):
+        F.gru(sequences, of((12, 4)), of((12, 4)), other, fits)
+    with pytest.raises(ValueError, match=r"gru: hidden_bias must have the shape \(4,\)"):
+        F.gru(sequences, of((12, 4)), of((12, 4)), of(12), other)

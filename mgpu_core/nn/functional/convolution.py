@@ -6,6 +6,7 @@ from mgpu_core.autograd.autocast import narrowed
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.portable.windows import Pair, output_size
 from mgpu_core.nn.functional.joining import concat
+from mgpu_core.nn.functional.shapes import check_shapes
 from mgpu_core.tensor import Tensor, record
 
 
@@ -30,6 +31,7 @@ def conv2d(
             f"conv2d of x {x.shape} with weight {weight.shape} and groups={groups}: expected x (N, C, H, W) and "
             "weight (O, C / groups, kh, kw), with O a multiple of groups"
         )
+    check_shapes("conv2d", weight.shape[:1], bias=bias)
     _check_window(x, weight.shape[2:], stride, padding)
     if groups > 1:
         inputs, outputs = weight.shape[1], weight.shape[0] // groups

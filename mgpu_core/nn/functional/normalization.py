@@ -11,6 +11,7 @@ from mgpu_core.autograd.autocast import widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.replay import is_replay, remember
 from mgpu_core.autograd.tape import Array, once
+from mgpu_core.nn.functional.shapes import check_shapes
 from mgpu_core.tensor import Tensor, record
 
 Reduce = Callable[[Array], Array]
@@ -37,13 +38,17 @@ def batch_norm(
     `reduce` makes the batch that of all ranks: it is given a float64 vector of sums and returns the vector summed over
     the ranks. Each of them calls it once in the forward pass and once in the backward pass, a rank with no
     samples too. Sums are taken about the running mean, which all ranks share, so that little cancels.
-    Raises ValueError in training when the batch of all ranks that `reduce` sums over has no element per channel.
+    Raises ValueError in training when the batch of all ranks that `reduce` sums over has no element per channel, and
+    where shapes do not fit.
     """
+    channels = x.shape[1]
+    check_shapes(
+        "batch_norm", (channels,), weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
+    )
     a, w = x.data, weight.data
     training = training and (a.size > 0 or reduce is not None)
     xp = array_namespace(a, w)
     kernels = kernels_for(a)
-    channels = a.shape[1]
     center = xp.astype(running_mean.data, xp.float64, copy=True)
     if training:
 
@@ -93,8 +98,9 @@ def batch_norm(
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5) -> Tensor:
     """Normalises x (..., D) to mean 0 and variance 1 along its last axis, times weight (D,), plus bias (D,).
 
-    Ba, Kiros and Hinton 2016.
+    Ba, Kiros and Hinton 2016. Raises ValueError where the shapes do not fit.
     """
+    check_shapes("layer_norm", x.shape[-1:], weight=weight, bias=bias)
     xp = array_namespace(x.data, weight.data)
     shape, w = x.shape, weight.data
     matrix = (math.prod(shape[:-1]), shape[-1])

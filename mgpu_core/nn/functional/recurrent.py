@@ -16,6 +16,7 @@ from mgpu_core.autograd.autocast import widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import Array, once
 from mgpu_core.nn.functional.lengths import checked_lengths
+from mgpu_core.nn.functional.shapes import check_shapes
 from mgpu_core.tensor import Tensor, record
 
 
@@ -41,6 +42,7 @@ def lstm(
     """
     a = widened(x.data)
     walk = _Walk(a, weight, hidden_weight, 4, state, lengths, reverse)
+    check_shapes("lstm", (4 * walk.size,), bias=bias)
     xp, kernels, w, wh, b = walk.xp, kernels_for(a), weight.data, hidden_weight.data, bias.data
     rows = walk.rows(a)
     gates = walk.by_time(rows @ w.T)
@@ -93,6 +95,8 @@ def gru(
     """
     a = widened(x.data)
     walk = _Walk(a, weight, hidden_weight, 3, None if state is None else (state,), lengths, reverse)
+    check_shapes("gru", (3 * walk.size,), bias=bias)
+    check_shapes("gru", (walk.size,), hidden_bias=hidden_bias)
     xp, kernels, w, wh = walk.xp, kernels_for(a), weight.data, hidden_weight.data
     b, hb = bias.data, hidden_bias.data
     rows = walk.rows(a)
