@@ -10,11 +10,9 @@ import atexit
 import ctypes
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,13 +25,13 @@ if TYPE_CHECKING:
     from collectives.backends.shm import Shm
 
 
-@dataclass
-class Queued:
-    """A call, its job, and the objects that must live until it has ended."""
+class Queued(NamedTuple):
+    """A call, its job, the objects that must live until it has ended, and what is to be called then."""
 
     call: Call
     job: Job
     keep: object
+    ended: Callable[[], None]
 
 
 class Progress:
@@ -46,10 +44,11 @@ class Progress:
         self._submit, self._serve, self._complete, self.settle = (
             shm.kernel(name).call for name in ("submit", "serve", "complete", "settle")
         )
-        self._running: deque[tuple[int, Queued, Callable[[], None]]] = deque()
+        self._running: dict[int, Queued] = {}  # by number, from the one that was submitted first
         self._submitted = 0
+        self._unswept = 1  # every call before this one has been swept
         self._closing = False
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of those who submit
         self.failure: tuple[int, BaseException] | None = None  # the number of the call that failed, and why
         self._thread = threading.Thread(target=self._work, name="mgpu progress", daemon=True)
         self._thread.start()
@@ -70,24 +69,25 @@ class Progress:
         """Address of the flag that counts ended calls."""
         return self._queue + QUEUE_COMPLETED
 
-    def submit(self, queued: Queued, ended: Callable[[], None]) -> Ticket:
-        """Put a call at the end of the queue; `ended` is called after it has ended, when the caller comes by again."""
+    def submit(self, queued: Queued) -> Ticket:
+        """Put a call at the end of the queue, waiting for room if need be."""
         with self._lock:
-            self._sweep()
+            self.sweep()
             while len(self._running) >= QUEUE_CAPACITY - 1:
-                self.settle(self.flag, self._running[0][0], 0, 0)
-                self._sweep()
+                self.settle(self.flag, self._unswept, 0, 0)
+                self.sweep()
             self._submitted += 1
-            self._running.append((self._submitted, queued, ended))
+            self._running[self._submitted] = queued
             self._submit(self._queue, queued.job.address, self._submitted)
             return Ticket(self, self._submitted)
 
-    def let_go(self) -> None:
-        """Drop the objects that calls have kept alive which have ended."""
-        for number, queued, _ in list(self._running):
-            if not self.ended(number):
-                break
-            queued.keep = None
+    def sweep(self) -> None:
+        """Let go of the calls that have ended. Threads may do so at once, and none waits: each call is one's."""
+        while self.ended(number := self._unswept):
+            queued = self._running.pop(number, None)
+            self._unswept = number + 1
+            if queued is not None:
+                queued.ended()
 
     def ended(self, number: int) -> bool:
         """Whether a call has ended."""
@@ -99,28 +99,31 @@ class Progress:
         begun = self._queue + QUEUE_TIMES + 16 * ((number - 1) % QUEUE_CAPACITY)
         return ctypes.c_int64.from_address(begun).value, ctypes.c_int64.from_address(begun + 8).value
 
-    def _sweep(self) -> None:
-        while self._running and self.ended(self._running[0][0]):
-            _, _, ended = self._running.popleft()
-            ended()
-
     def _work(self) -> None:
-        while not self._closing:
+        while not self._closing and self.failure is None:
             status = self._serve(self._queue)
-            if status == IDLE:
-                continue
-            # The call after the last one that has ended waits, or differs between ranks.
-            following = self.completed + 1 & 0xFFFFFFFF
-            number, queued, _ = next(entry for entry in list(self._running) if entry[0] & 0xFFFFFFFF == following)
-            try:
-                self._shm.complete(queued.job, queued.call, status, None)
-            except BaseException as error:  # raised again by every wait
-                self._shm.fail(error)
-                self.failure = number, error
-                while self.busy:
-                    self._complete(self._queue)
-                return
+            if status != IDLE:
+                self._attend(status)
+
+    def _attend(self, status: int) -> None:
+        """See to the call after the last one that has ended: it waits, or differs between ranks."""
+        following = self.completed + 1 & 0xFFFFFFFF
+        number = next(number for number in list(self._running) if number & 0xFFFFFFFF == following)
+        call, job = self._running[number][:2]  # and not what is to be let go of as soon as the call has ended
+        try:
+            self._shm.complete(job, call, status, None)
+        except BaseException as error:  # raised again by every wait
+            self._shm.fail(error)
+            self.failure = number, error
+            while self.busy:
+                self._complete(self._queue)
+        else:
             self._complete(self._queue)
+
+    def disown(self, error: BaseException) -> None:
+        """Let whoever waits for the calls under way, in a forked process that has no thread, hear so."""
+        self.sweep()
+        self.failure = self.failure or (self._unswept, error)
 
     def close(self) -> None:
         """Let the calls under way end, and the thread with them."""
@@ -147,7 +150,7 @@ class Ticket(Pending):
         progress = self._progress
         while not progress.ended(self._number) and progress.failure is None:
             progress.settle(progress.flag, self._number, 200, 20)
-        progress.let_go()
+        progress.sweep()
         if progress.failure is not None and self._number >= progress.failure[0]:
             raise copy(progress.failure[1]) from progress.failure[1]
 

@@ -45,7 +45,7 @@ JOBS = 4096  # kinds of calls whose jobs are kept; the oldest give way
 _BYTE = find("uint8")
 _NAP, _NAPS = 0.0005, 100  # seconds between two looks at a peer's word, and the looks between two at its health
 _IN_COLLECTIVE = Waiting(Doing.COLLECTIVE)
-_NOWHERE = address(np.zeros(1, np.uint8))  # for an array that a rank does not have: never touched
+_NOWHERE = 0  # for an array that a rank does not have: nobody touches it, and nobody could
 
 
 class Shm(Backend):
@@ -132,7 +132,7 @@ class Shm(Backend):
         start, end = self._addresses(source, target)
         free, job = self._take_job(call, start, end, source, target)
         job.place(self.rank, start, end)
-        return self._progress.submit(Queued(call, job, (source, target)), lambda: free.append(job))
+        return self._progress.submit(Queued(call, job, (source, target), lambda: free.append(job)))
 
     def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[..., None]:
         self.check_usable()
@@ -145,7 +145,7 @@ class Shm(Backend):
             if self._unusual:
                 self.check_usable()
                 if self._progress is not None and self._progress.busy:
-                    self._progress.submit(Queued(call, job, keep), lambda: None).wait()
+                    self._progress.submit(Queued(call, job, keep, lambda: None)).wait()
                     return
             try:
                 if status := execute_on(place, rank, start, end):
@@ -477,6 +477,8 @@ class Shm(Backend):
 
     def disown(self, reason: str) -> None:
         self._failure = reason
+        if self._progress is not None:
+            self._progress.disown(CollectiveError(reason))
         self._closed, self._unusual, self._progress = True, True, None
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,29 @@ def dropped(comm: Communicator) -> float:
 
 def test_arrays_that_nobody_refers_to_any_more() -> None:
     assert collectives.spawn(dropped, 2) == [2.0, 2.0]
+
+
+def one_after_another(comm: Communicator) -> list[Any]:
+    """Which arrays are alive after their calls have been waited for, and how many jobs the calls have taken."""
+    child = comm.split(0)
+    assert child is not None
+    alive = []
+    for turn in range(6):
+        if comm.rank == turn % 3:
+            time.sleep(0.07)  # the others' executors report that they wait
+        x = np.ones(20_000)
+        source = weakref.ref(x)
+        work = child.all_reduce(x, async_op=True)
+        assert work.wait()[-1] == comm.size
+        del x, work
+        alive.append(source() is not None)
+    jobs = sum(len(free) for free in child._backend._jobs.values())  # type: ignore[attr-defined]
+    child.close()
+    return [any(alive), jobs]
+
+
+def test_what_is_waited_for_is_let_go_of_and_its_job_used_again(crew: Crews) -> None:
+    assert crew(one_after_another, 2) == [[False, 1]] * 2
 
 
 def goes_on_while_python_computes(comm: Communicator) -> bool:

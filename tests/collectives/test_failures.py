@@ -566,6 +566,35 @@ def test_a_forked_child_may_not_go_on_as_the_rank(crew: Crews) -> None:
         assert result == "[2.0, 2.0, 2.0]"
 
 
+def waits_in_a_forked_child(comm: Communicator) -> list[str]:
+    if comm.rank == 1:
+        comm.wait_signal(0)
+        return [str(comm.all_reduce(np.ones(3)).tolist())]
+    work = comm.all_reduce(np.ones(3), async_op=True)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            work.wait()
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    told = os.read(reader, 4096).decode()
+    os.close(reader)
+    comm.signal(1)
+    return [str(work.wait().tolist()), told]
+
+
+def test_a_forked_child_does_not_wait_for_what_its_parent_began(crew: Crews) -> None:
+    """The thread that runs it is the parent's."""
+    (result, told), (other,) = crew(waits_in_a_forked_child, 2)
+    assert result == other == "[2.0, 2.0, 2.0]"
+    assert told.startswith("CollectiveError") and "was forked from a rank" in told
+
+
 # While ranks find each other, and afterwards
 
 STARTING = """
