@@ -151,9 +151,7 @@ class Channel:
 
     def send(self, kind: int, payload: bytes, deadline: float, descriptors: Sequence[int] = ()) -> None:
         """Send one frame. Raises TimeoutError at the deadline, ClosedError if the other end is gone."""
-        tag = _tag(self._out_key, self._sent, kind, payload)
-        self._sent += 1
-        data = memoryview(_HEADER.pack(len(payload), kind) + payload + tag)
+        data = memoryview(self.frame(kind, payload))
         ancillary: list[Any] = []
         if descriptors:
             rights = struct.pack(f"{len(descriptors)}i", *descriptors)
@@ -167,6 +165,12 @@ class Channel:
                     raise TimeoutError from None
             except OSError as error:
                 raise ClosedError(error.strerror) from error
+
+    def frame(self, kind: int, payload: bytes) -> bytes:
+        """The next frame's bytes, for whoever sends them: whole, and in the order in which they were asked for."""
+        tag = _tag(self._out_key, self._sent, kind, payload)
+        self._sent += 1
+        return _HEADER.pack(len(payload), kind) + payload + tag
 
     def receive(self) -> tuple[int, bytes] | None:
         """The next frame (kind, payload), or None if it has not all come yet. Raises ClosedError."""

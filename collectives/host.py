@@ -44,8 +44,8 @@ class Host:
         if strangers:
             where = ", ".join(f"rank {peer.rank} on {peer.host}" for peer in strangers)
             raise RuntimeError(
-                f"the shm backend joins ranks of one host, and there are others: {where}; "
-                f"start them by mpirun or srun, with backend='shm+mpi'"
+                f"the shm and cuda backends join ranks of one host, and there are others: {where}; where every rank "
+                f"has a GPU, use backend='nccl'; else start them by mpirun or srun, with backend='shm+mpi'"
             )
         self.meeting = meeting
         wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)
@@ -84,6 +84,14 @@ class Host:
         """Those of the ranks whose process has ended."""
         lost = set(self.meeting.lost())
         return [rank for rank in ranks if rank in lost]
+
+    def where(self, rank: int) -> str:
+        """A rank's host, for messages after its number: nothing, since there is one."""
+        return ""
+
+    def obituary(self, rank: int) -> str:
+        """What is known of a rank's end."""
+        return f"(process {self.meeting.peers[rank].pid}) has died"
 
     def vacated(self) -> list[Birth]:
         """The sub-communicators that this rank has closed and whose arrays are gone."""

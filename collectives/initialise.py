@@ -25,10 +25,12 @@ from collectives.place import Place
 from collectives.rendezvous import Meeting, machine, meet
 
 if TYPE_CHECKING:
+    from collectives.backends.tcp import Tcp
     from kernels.driver import Driver
 
-BACKENDS = ("auto", "shm", "sim", "cuda", "nccl", "mpi", "shm+mpi")
-ON_GPU = ("cuda", "nccl")
+BACKENDS = ("auto", "shm", "sim", "cuda", "nccl", "cuda+nccl", "mpi", "shm+mpi")
+ON_GPU = ("cuda", "nccl", "cuda+nccl")
+ACROSS_HOSTS = ("nccl", "cuda+nccl")
 
 
 def init(
@@ -53,11 +55,14 @@ def init(
 
     backend, the same on every rank: "shm", processes on one host that share memory. "cuda", a GPU for each of them:
     number `device` of those that the process sees, or else the rank's number on its host, counted round; arrays of the
-    CPU go as with "shm". "nccl": the same through NVIDIA's NCCL, by nccl4py. "sim": the GPU's kernels in Numba's
+    CPU go as with "shm". "nccl": the same through NVIDIA's NCCL, by nccl4py, on any number of hosts; where there are
+    several, arrays of the CPU go by way of rank 0, which is meant for small ones. "cuda+nccl": all-reduces are done in
+    parts, by "cuda" inside a host and NCCL between. "sim": the GPU's kernels in Numba's
     simulator, on the host's memory, for tests (`spawn(..., backend="sim")` sets it up); ImportError where Numba does
     not simulate. "shm+mpi": processes on several hosts, which share memory inside each and use MPI between. "mpi": MPI
-    alone. Both need mpi4py, and take rank and size from MPI. "auto": "shm+mpi" where mpirun or srun has started ranks
-    on several hosts; on one host "cuda" where every rank has a GPU and CUDA's Python packages, else "shm".
+    alone. Both need mpi4py, and take rank and size from MPI. "auto": where every rank has a GPU and CUDA's Python
+    packages, "cuda" on one host and "nccl" on several; else "shm". But where mpirun or srun has started ranks on
+    several hosts and mpi4py is there, "shm+mpi".
 
     mpi: an mpi4py communicator, whose ranks these are, instead of all that MPI has. MGPU_HOST=NAME gives a host an
     identity of its own: ranks with the same one share memory.
@@ -113,23 +118,30 @@ def join_all(drivers: Sequence[Driver], timeout: float) -> list[Communicator]:
 
     def join(rank: int) -> Communicator:
         place = environment.place(rank, size, address, timeout=timeout)
-        return Communicator(_join(place, "cuda", Shm, lambda _, control: Cuda(control, drivers[rank], process)))
+        return Communicator(
+            _join(place, "cuda", Shm, lambda _, control: Cuda(cast(Shm, control), drivers[rank], process))
+        )
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(join, range(size)))
 
 
-def _join(place: Place, backend: str, engine_class: type[Shm], on_gpu: Callable[[str, Shm], Backend]) -> Backend:
-    """This rank's engine, when all ranks have met."""
+def _join(place: Place, backend: str, engine_class: type[Shm], on_gpu: Callable[[str, Shm | Tcp], Backend]) -> Backend:
+    """This rank's engine, when all ranks have met. `on_gpu(backend, control)` makes one of GPUs."""
     meeting = meet(place)
     with ExitStack() as undo:
         undo.callback(meeting.close)
         _share_processors(meeting)
         backend = _agree(backend, meeting)
-        host = Host(meeting)
-        undo.callback(host.close)
-        control = engine_class(host, range(meeting.size), 0, place.timeout)
-        meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
+        control: Shm | Tcp
+        if backend in ACROSS_HOSTS and not all(peer.local for peer in meeting.peers):
+            control = _over_tcp(meeting, place.timeout)
+            undo.callback(control.close)
+        else:
+            host = Host(meeting)
+            undo.callback(host.close)
+            control = engine_class(host, range(meeting.size), 0, place.timeout)
+            meeting.exchange(b"")  # nobody touches a peer's memory before everybody's is ready
         try:
             engine = on_gpu(backend, control) if backend in ON_GPU else control
         except BaseException as error:
@@ -139,33 +151,77 @@ def _join(place: Place, backend: str, engine_class: type[Shm], on_gpu: Callable[
     return engine
 
 
+def _over_tcp(meeting: Meeting, timeout: float) -> Tcp:
+    from collectives.backends.tcp import Tcp
+    from collectives.post import Post
+
+    return Tcp(Post(meeting), range(meeting.size), timeout)
+
+
 def _agree(backend: str, meeting: Meeting) -> str:
     """The backend that all ranks ask for, chosen where it is "auto"."""
-    gpu = os.path.exists("/dev/nvidiactl") and find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-    answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([backend, gpu]).encode())]
+    answers = [json.loads(answer) for answer in meeting.exchange(json.dumps([backend, _has_gpu()]).encode())]
     if len({name for name, _ in answers}) > 1:
         asked = ", ".join(f"rank {rank} {name}" for rank, (name, _) in enumerate(answers))
         raise CollectiveMismatchError(f"the ranks ask for different backends: {asked}")
+    without = [peer for peer, (_, gpu) in zip(meeting.peers, answers) if not gpu]
+    several = not all(peer.local for peer in meeting.peers)
+    if several and len(without) < meeting.size and backend in ("auto", *ACROSS_HOSTS):
+        if without:
+            told = ", ".join(f"rank {peer.rank} (on {peer.hostname})" for peer in without)
+            raise RuntimeError(
+                f"some hosts have GPUs, and others none: {told}. There is no /dev/nvidiactl there, or CUDA's Python "
+                f"packages are missing; `mgpu doctor` on that host says more. To leave GPUs alone, start the ranks by "
+                f"mpirun or srun, with backend='shm+mpi'"
+            )
+        return "nccl" if backend == "auto" else backend
     if backend != "auto":
         return backend
-    return "cuda" if all(gpu for _, gpu in answers) and all(peer.local for peer in meeting.peers) else "shm"
+    return "shm" if without or several else "cuda"
 
 
-def _gpu(device: int | None, backend: str, control: Shm) -> Backend:
+def _has_gpu() -> bool:
+    return os.path.exists("/dev/nvidiactl") and find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+
+
+def _gpu(device: int | None, backend: str, control: Shm | Tcp) -> Backend:
     from kernels.driver import Driver, devices
 
-    driver = Driver(control.rank % max(devices(), 1) if device is None else device)
+    local_rank = sum(peer.local and peer.rank < control.rank for peer in control.host.meeting.peers)
+    driver = Driver(local_rank % max(devices(), 1) if device is None else device)
+    if backend == "cuda":
+        from collectives.backends.cuda import Cuda
+
+        return Cuda(cast(Shm, control), driver)
+    try:
+        from nccl.bindings import nccl
+    except ImportError as error:
+        raise ImportError(f"backend={backend!r} needs nccl4py: pip install 'mgpu-core[cuda12]' ({error})") from error
+    return over_nccl(backend, control, driver, nccl)
+
+
+def over_nccl(backend: str, control: Shm | Tcp, driver: Driver, library: Any) -> Backend:
+    """The engine of ranks whose GPUs NCCL joins: all of them, or with "cuda+nccl" hosts."""
+    from collectives.backends.nccl import Nccl
+
     if backend == "nccl":
-        try:
-            from nccl.bindings import nccl
-        except ImportError as error:
-            raise ImportError(f"backend='nccl' needs nccl4py: pip install 'mgpu-core[cuda12]' ({error})") from error
-        from collectives.backends.nccl import Nccl
-
-        return Nccl(control, driver, nccl)
+        return Nccl(control, driver, library)
     from collectives.backends.cuda import Cuda
+    from collectives.backends.gpu_hosts import GpuHosts
 
-    return Cuda(control, driver)
+    if isinstance(control, Shm):  # one host, where there is nothing between
+        return Cuda(control, driver)
+    return GpuHosts(control, driver, library, Cuda(on_this_host(control), driver))
+
+
+def on_this_host(control: Tcp) -> Shm:
+    """Beside a communicator of several hosts, one of this host's ranks, in their order."""
+    peers = [control.host.meeting.peers[member] for member in control.members]
+    names = [answer.decode() for answer in control.gather_bytes(secrets.token_hex(16).encode())]
+    here = [rank for rank, peer in enumerate(peers) if peer.local]
+    index = here.index(control.rank)
+    place = Place(index, len(here), f"unix:{names[here[0]]}", timeout=control.timeout)
+    return cast(Shm, _join(place, "shm", Shm, partial(_gpu, None)))
 
 
 def _host_engine(backend: str) -> type[Shm]:

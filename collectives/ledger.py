@@ -30,9 +30,11 @@ Page = npt.NDArray[np.int64]
 
 
 class Ledger:
-    """Every rank's page: int64 of shape (1 + ROWS, 8), zero at first. `own` is the number of this rank."""
+    """Every rank's page: int64 of shape (1 + ROWS, 8), zero at first. `own` is the number of this rank; `memory` what
+    the pages live as long as."""
 
-    def __init__(self, pages: Sequence[npt.NDArray[Any]], own: int) -> None:
+    def __init__(self, pages: Sequence[npt.NDArray[Any]], own: int, memory: object = None) -> None:
+        self._memory = memory
         self._pages: list[Page] = [page.view(np.int64).reshape(1 + ROWS, _WORDS) for page in pages]
         self._own = own
         self._compared = [0] * len(pages)  # up to which call, with each rank

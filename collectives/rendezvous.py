@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from collectives.channel import MAX_FRAME, wait_for
+from collectives.channel import MAX_FRAME, Channel, wait_for
 from collectives.door import Door, connect, listen
 from collectives.errors import CollectiveError, PeerLostError
 from collectives.place import Place, SocketAddress, abstract, endpoint
@@ -44,9 +44,14 @@ class Peer:
     local: bool
     pidfd: int | None
 
+    @property
+    def hostname(self) -> str:
+        """The host's name, for messages."""
+        return self.host.partition(" ")[0]
 
-def meet(place: Place) -> Meeting:
-    """Wait until all ranks of the job have come.
+
+def meet(place: Place, listener: socket.socket | None = None) -> Meeting:
+    """Wait until all ranks of the job have come. `listener`: rank 0's socket at the address, where it has one already.
 
     Raises CollectiveTimeoutError naming who is missing, PeerLostError naming a rank that died meanwhile, and
     CollectiveError where ranks disagree (version, size, two of one rank) or a secret is needed or wrong.
@@ -57,7 +62,8 @@ def meet(place: Place) -> Meeting:
     if place.size == 1:
         return Meeting(place, None, None, [Peer(0, os.getpid(), machine(place.host), True, None)])
     family, address = endpoint(place)
-    listener = listen(family, address, place.address) if place.rank == 0 else None
+    if place.rank == 0:
+        listener = listener or listen(family, address, place.address)
     star = _form(place, range(place.size), family, address, listener, deadline)
     local: Star | None = None
     pidfds: dict[int, int] = {}
@@ -102,6 +108,7 @@ class Meeting:
     """All ranks of a job, met. One thread at a time; all ranks make the same calls in the same order."""
 
     def __init__(self, place: Place, star: Star | None, local: Star | None, peers: list[Peer]) -> None:
+        self.place = place
         self.rank = place.rank
         self.size = place.size
         self.peers = peers
@@ -160,6 +167,27 @@ class Meeting:
         for star in (self._star, self._local):
             if star:
                 star.fail(error)
+
+    def hand_over(self) -> dict[int, Channel]:
+        """The channels of the star, to rank 0, or of rank 0 to all others: for who goes on with them until it gives
+        them back to be closed. Nothing can be exchanged here meanwhile."""
+        channels: dict[int, Channel] = {}
+        if self._star:
+            channels, self._star.channels = self._star.channels, {}
+        return channels
+
+    def take_back(self, channels: dict[int, Channel]) -> None:
+        """See `hand_over`."""
+        if self._star:
+            self._star.channels = channels
+
+    @property
+    def own_address(self) -> str:
+        """This host's address that other ranks have reached, or reached them from; "" where they meet without a
+        network."""
+        channels = self._star.channels.values() if self._star else ()
+        addresses = [str(channel.socket.getsockname()[0]) for channel in channels if not channel.local]
+        return min(addresses, key=lambda address: address.startswith(("127.", "::1")), default="")
 
     def close(self) -> None:
         """Take leave of the others and close every descriptor."""

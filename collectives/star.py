@@ -28,6 +28,9 @@ class _Kind(IntEnum):
     BYE = 5  # closed normally
 
 
+FAILED, BYE = _Kind.FAILED, _Kind.BYE
+
+
 class Star:
     """The connections of `members`, the first of whom is the hub: it holds a channel to each, and they one to it."""
 
@@ -46,9 +49,9 @@ class Star:
         self._begin()
         if self.rank != self.hub:
             self._send(self.hub, _Kind.DATA, payload, deadline)
-            return _unpack(self._answer(_Kind.DATA, deadline), len(self.members))
+            return unpack(self._answer(_Kind.DATA, deadline))
         parts = self._collect(_Kind.DATA, payload, deadline)
-        everything = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+        everything = pack(parts)
         for rank in self.members[1:]:
             self._send(rank, _Kind.DATA, everything, deadline)
         return parts
@@ -217,9 +220,15 @@ def passing_on(*stars: Star | None) -> Iterator[None]:
         raise
 
 
-def _unpack(data: bytes, count: int) -> list[bytes]:
+def pack(parts: Iterable[bytes]) -> bytes:
+    """Several payloads as one."""
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def unpack(data: bytes) -> list[bytes]:
+    """The payloads again."""
     parts, start = [], 0
-    for _ in range(count):
+    while start < len(data):
         end = start + 4 + int.from_bytes(data[start : start + 4], "little")
         parts.append(data[start + 4 : end])
         start = end

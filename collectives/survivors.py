@@ -1,7 +1,7 @@
 """A communicator of the ranks that are left when some have died: what MPI's fault tolerance calls shrinking (Bland et
 al., "Post-failure recovery of MPI communication capability", 2013).
 
-Those that are left meet anew, at an address that follows from who they are. Who is left every rank sees for itself, in
+Those that are left meet anew, where all of them know to come. Who is left every rank sees for itself, in
 the others' processes, and may see it sooner than another; then the two do not find each other, and look again.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from collectives.errors import CollectiveError
 from collectives.host import Host
@@ -20,12 +21,15 @@ from collectives.rendezvous import meet
 
 if TYPE_CHECKING:
     from collectives.backends.shm import Shm
+    from collectives.backends.tcp import Tcp
 
+_Engine = TypeVar("_Engine")
 _LOOK_AGAIN = 5.0  # seconds in which ranks that agree in who is left have met
 
 
-def regroup(old: Shm) -> Shm:
+def regroup(old: Shm | Tcp, rejoin: Callable[[Sequence[int], float], _Engine]) -> _Engine:
     """A new engine of the ranks of `old` that have neither died nor closed it, in their order; they call it together.
+    `rejoin(ranks, seconds)` makes it if they meet in time.
 
     Raises CollectiveTimeoutError naming who has not come by `old`'s deadline, though it is alive.
     """
@@ -35,13 +39,15 @@ def regroup(old: Shm) -> Shm:
         left = [rank for rank in range(old.size) if rank not in dead and old.regions[rank].state != CLOSED]
         seconds = min(_LOOK_AGAIN, max(0.0, deadline - time.monotonic()))
         try:
-            return _join(old, Place(left.index(old.rank), len(left), _address(old, left), timeout=seconds))
+            return rejoin(left, seconds)
         except CollectiveError:
             if time.monotonic() > deadline:
                 raise
 
 
-def _join(old: Shm, place: Place) -> Shm:
+def rejoin(old: Shm, left: Sequence[int], seconds: float) -> Shm:
+    """An engine of these ranks of one host, at an address that follows from who they are."""
+    place = Place(left.index(old.rank), len(left), _address(old, left), timeout=seconds)
     host = Host(meet(place))
     try:
         engine = type(old)(host, range(place.size), 0, old.timeout)
@@ -52,8 +58,8 @@ def _join(old: Shm, place: Place) -> Shm:
     return engine
 
 
-def _address(old: Shm, left: list[int]) -> str:
+def _address(old: Shm, left: Sequence[int]) -> str:
     """Where these ranks of this communicator meet, and no others of this host."""
     processes = [old.host.meeting.peers[member].pid for member in old.members]
-    names = json.dumps([processes, old.arena, left])
+    names = json.dumps([processes, old.arena, list(left)])
     return f"unix:{hashlib.sha256(names.encode()).hexdigest()}"

@@ -167,6 +167,7 @@ class Cuda(OnDevice):
     given where all ranks are in this process."""
 
     name = "cuda"
+    control: Shm
 
     def __init__(self, control: Shm, driver: Driver, process: Process | None = None) -> None:
         super().__init__(control, driver)

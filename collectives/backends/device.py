@@ -21,18 +21,19 @@ import numpy as np
 
 from collectives import arrays, device_arrays
 from collectives.backends.base import Backend, Failing, Pending
-from collectives.backends.shm import Shm
+from collectives.book import Calls
 from collectives.call import ORDINARY, Call, describe
 from collectives.device_arrays import DeviceArray
 from collectives.errors import CollectiveError, CollectiveMismatchError, PeerLostError
-from collectives.ledger import NBYTES, Ledger
-from collectives.memory import PAGE
-from collectives.region import CLOSED
+from collectives.ledger import Ledger
+from collectives.region import CLOSED, Region
 from collectives.watch import Watch
 from kernels import cubin, pack
 from kernels.dtypes import DType, find
 
 if TYPE_CHECKING:
+    from collectives.backends.shm import Shm
+    from collectives.backends.tcp import Seat, Tcp
     from kernels.driver import Driver, Kernel
 
 _MOST_JOBS = 256
@@ -60,7 +61,9 @@ class OnDevice(Backend):
     """One communicator of GPUs, a part of what it is. `driver` is this rank's GPU. `compares`: whether ranks compare
     what they call."""
 
-    def __init__(self, control: Shm, driver: Driver, compares: bool = True) -> None:
+    control: Shm | Tcp
+
+    def __init__(self, control: Shm | Tcp, driver: Driver, compares: bool = True) -> None:
         self.control, self.driver, self._compares = control, driver, compares
         self._failing = Failing(self)
         self.rank, self.size, self.eager_bytes = control.rank, control.size, control.eager_bytes
@@ -74,10 +77,9 @@ class OnDevice(Backend):
             self._last = driver.new_event()
             self._side = driver.new_stream()
         self._mutex = threading.RLock()  # around what the guard thread shares
-        self._pages = control.allocate(-(-NBYTES // PAGE) * PAGE)
         self._movers: dict[tuple[str, int], Kernel] = {}
         self._jobs: dict[tuple[Any, ...], int] = {}  # of `pack` and `unpack`, in GPU memory
-        self._ledger = Ledger([control.peer_view(self._pages, rank)[:NBYTES] for rank in range(self.size)], self.rank)
+        self._ledger: Ledger | Calls = control.ledger()
         self._closing = threading.Event()
         self._guard = threading.Thread(target=self._watch, name="mgpu guard", daemon=True)
 
@@ -129,7 +131,7 @@ class OnDevice(Backend):
             self._check()
             self.control.run(call, source, target)
             return
-        self._enqueue(call, source, target, _stream(source, target))
+        self.enqueue(call, source, target, _stream(source, target))
 
     def start(self, call: Call, source: Any, target: Any) -> Pending:
         if _on_host(source, target):
@@ -140,7 +142,7 @@ class OnDevice(Backend):
             event = driver.new_event()
             driver.record(event, stream)
             driver.wait(self._side, event)
-            self._enqueue(call, source, target, self._side, lambda: driver.record(event, self._side))
+            self.enqueue(call, source, target, self._side, lambda: driver.record(event, self._side))
         return _Running(self, event, (source, target))
 
     def plan(self, call: Call, source: Any, target: Any) -> Callable[..., None]:
@@ -148,11 +150,11 @@ class OnDevice(Backend):
             return self.control.plan(call, source, target)
 
         def run(keep: object = None) -> None:
-            self._enqueue(call, source, target, _stream(source, target))
+            self.enqueue(call, source, target, _stream(source, target))
 
         return run
 
-    def _enqueue(
+    def enqueue(
         self,
         call: Call,
         source: DeviceArray | None,
@@ -164,7 +166,8 @@ class OnDevice(Backend):
         if not all(array is None or isinstance(array, DeviceArray) for array in (source, target)):
             raise TypeError("x and out must both be in GPU memory, or both in the CPU's")
         self._check()
-        gone = [rank for rank, region in enumerate(self.control.regions) if region.state == CLOSED]
+        regions: Sequence[Region | Seat] = self.control.regions
+        gone = [rank for rank, region in enumerate(regions) if region.state == CLOSED]
         if gone:
             raise PeerLostError(f"{describe(call.signature())}: rank {gone[0]} has closed its communicator")
         driver = self.driver
@@ -250,10 +253,18 @@ class OnDevice(Backend):
                 "only symmetric memory has a peer's view; allocate the array with comm.empty or comm.zeros, on GPUs "
                 "that reach each other's memory"
             )
-        block, offset = self._blocks[place >> OFFSET_BITS], place & (1 << OFFSET_BITS) - 1
-        if not block.addresses[rank]:
+        address = self.seen_at(seen, rank)
+        if not address:
             raise ValueError(f"rank {rank}'s memory cannot be read or written from rank {self.rank}'s GPU; send it")
-        return DeviceArray(block.addresses[rank] + offset, seen.shape, seen.dtype, seen.stream, (block, array))
+        return DeviceArray(address, seen.shape, seen.dtype, seen.stream, (self._blocks[place >> OFFSET_BITS], array))
+
+    def seen_at(self, array: DeviceArray, rank: int) -> int:
+        """Where this rank's GPU sees `rank`'s counterpart of symmetric memory; 0 where it does not."""
+        place = self._locate(array)
+        if place == ORDINARY:
+            return array.address if rank == self.rank else 0
+        block, offset = self._blocks[place >> OFFSET_BITS], place & (1 << OFFSET_BITS) - 1
+        return block.addresses[rank] and block.addresses[rank] + offset
 
     def _locate(self, array: DeviceArray | None) -> int:
         """The word that says where in symmetric memory an array lies, the same on every rank, or ORDINARY."""

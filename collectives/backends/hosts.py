@@ -8,8 +8,8 @@ a part for each of its ranks, and the other's further ranks have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from collectives import wire
 from collectives.arrays import Array
 from collectives.backends.base import Backend
+from collectives.backends.inside import inside
 from collectives.backends.mpi import IN_PLACE, SMALL, Mpi, as_bytes, plain, vector
 from collectives.backends.shm import Shm
 from collectives.call import Call, describe, make_call
@@ -97,18 +98,9 @@ class Hosts(Mpi):
                 raise
             self._give_up(describe(call.signature()), self.timeout)  # who did not come may wait for another host
 
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def _inside(self) -> AbstractContextManager[None]:
         """The errors of a call among this host's ranks, which have other numbers there."""
-        try:
-            yield
-        except CollectiveError as error:
-            if self.neighbours == list(range(self.size)):
-                raise
-            ours = ", ".join(f"{number} is {rank}" for number, rank in enumerate(self.neighbours))
-            told = type(error)(f"among the ranks of {self.peers.identities[self.rank].name} ({ours}): {error}")
-            told.echo = error.echo
-            raise told from error
+        return inside(self.neighbours, self.peers.identities[self.rank].name)
 
     def _shared(self, rank: int, act: Callable[[int], Any], otherwise: Callable[[], Any]) -> Any:
         """Act on a rank of this host, by its number there, or else otherwise."""

@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from collectives import wire
 from collectives.arrays import Array, address
 from collectives.backends.base import Backend, Failing, Pending
+from collectives.backends.in_turn import InTurn
 from collectives.call import INTERNAL, Call, describe, disagreement, make_call
 from collectives.contract import split
 from collectives.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
@@ -54,8 +54,7 @@ class Mpi(Backend):
         self.peers = Peers(words, identities)
         self.calls = 0
         self._mail = Mail(self)
-        self._queue: ThreadPoolExecutor | None = None
-        self._last: Future[tuple[int, int]] | None = None
+        self._in_turn = InTurn()
         self._failure = ""  # why this communicator is of no further use
         self._told = False  # the others, that and why this rank leaves
         self._closed = False
@@ -66,23 +65,11 @@ class Mpi(Backend):
 
     def run(self, call: Call, source: Array | None, target: Array | None) -> None:
         self._check_usable()
-        if self._last is not None and not self._last.done():
-            self.start(call, source, target).wait()
-        else:
-            self._make(call, source, target)
+        self._in_turn.run(lambda: self._make(call, source, target))
 
     def start(self, call: Call, source: Array | None, target: Array | None) -> Pending:
         self._check_usable()
-        if self._queue is None:
-            self._queue = ThreadPoolExecutor(1, "mgpu progress")
-
-        def run() -> tuple[int, int]:
-            began = time.monotonic_ns()
-            self._make(call, source, target)
-            return began, time.monotonic_ns()
-
-        self._last = self._queue.submit(run)
-        return _Queued(self._last)
+        return self._in_turn.start(lambda: self._make(call, source, target))
 
     def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[..., None]:
         def run(keep: object = None) -> None:
@@ -442,7 +429,8 @@ class Mpi(Backend):
         self.fail(CollectiveError(reason))
 
     def disown(self, reason: str) -> None:
-        self._failure, self._closed, self._queue = reason, True, None
+        self._failure, self._closed = reason, True
+        self._in_turn.forget()
 
     def close(self) -> None:
         from mpi4py import MPI
@@ -451,29 +439,12 @@ class Mpi(Backend):
             return
         for child in list(self._children):
             child.close()
-        if self._queue is not None:
-            self._queue.shutdown()
+        self._in_turn.close()
         self._closed = True
         self._give_word("closed", "")
         self.peers.close()
         if self._parent is not None:
             self._parent._children.remove(self)
-
-
-class _Queued(Pending):
-    """A call that a communicator's own thread makes after those before it."""
-
-    def __init__(self, future: Future[tuple[int, int]]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def times(self) -> tuple[int, int]:
-        return self._future.result()
 
 
 def as_bytes(array: Array | None) -> npt.NDArray[np.uint8]:

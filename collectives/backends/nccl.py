@@ -1,6 +1,7 @@
 """GPUs joined by NVIDIA's NCCL, through nccl4py: a process for each GPU.
 
-NCCL moves and adds; what else a call here promises is done beside it, by a communicator of the same ranks on the host.
+NCCL moves and adds; what else a call here promises is done beside it, by a communicator of the same ranks on the host,
+in shared memory, or over TCP where there are several hosts.
 NCCL itself neither compares what ranks have called nor notices a peer that dies on the same host, and it may block for
 ever. So its communicators are non-blocking (every call returns, and is asked about until it has settled), ranks compare
 their calls in a ledger beside the streams (MGPU_NCCL_CHECK=0 saves that), and a thread looks at peers, deadlines and
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +30,7 @@ import numpy as np
 
 from collectives.backends.device import LOOK, Block, OnDevice
 from collectives.backends.shm import Shm
+from collectives.backends.tcp import Tcp
 from collectives.call import Call, describe, scale_value
 from collectives.contract import COLLECTIVES, Contract, Geometry, geometry
 from collectives.device_arrays import DeviceArray
@@ -120,9 +124,10 @@ class Nccl(OnDevice):
 
     name = "nccl"
 
-    def __init__(self, control: Shm, driver: Driver, library: Any, comm: Any = None) -> None:
+    def __init__(self, control: Shm | Tcp, driver: Driver, library: Any, comm: Any = None) -> None:
         super().__init__(control, driver, compares=os.environ.get("MGPU_NCCL_CHECK", "1") != "0")
         self._nccl, self._comm = library, comm  # around every call of it is `_mutex`
+        self._columns: list[Any] = []  # further communicators of NCCL's, which end with it
         self._flights: deque[_Flight] = deque()
         self._lost: CollectiveError | None = None  # why NCCL's communicator is gone
         self._raised = False
@@ -144,16 +149,18 @@ class Nccl(OnDevice):
         for rank, (_, _, theirs, checks) in enumerate(answers):
             if theirs < OLDEST:
                 raise RuntimeError(
-                    f"rank {rank} has loaded NCCL {told(theirs)}, and this backend needs {told(OLDEST)} or later; "
-                    f"`mgpu doctor` says which file that is"
+                    f"{self._name(rank)} has loaded NCCL {told(theirs)}, and this backend needs {told(OLDEST)} or "
+                    f"later; `mgpu doctor` says which file that is"
                 )
             if theirs != version:
                 raise CollectiveMismatchError(
-                    f"rank {rank} has loaded NCCL {told(theirs)}, and rank {self.rank} {told(version)}; all ranks need "
-                    f"the same one"
+                    f"{self._name(rank)} has loaded NCCL {told(theirs)}, and {self._name(self.rank)} {told(version)}; "
+                    f"all ranks need the same one; `mgpu doctor` says which file that is"
                 )
             if checks != self._compares:
-                raise CollectiveMismatchError(f"ranks {rank} and {self.rank} differ in MGPU_NCCL_CHECK")
+                raise CollectiveMismatchError(
+                    f"{self._name(rank)} and {self._name(self.rank)} differ in MGPU_NCCL_CHECK"
+                )
         if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
             uuids = [uuid for uuid, *_ in answers]
             for rank, uuid in enumerate(uuids):
@@ -171,19 +178,40 @@ class Nccl(OnDevice):
             try:
                 unique = bytes(nccl.get_unique_id())
             except nccl.NCCLError as error:
-                problem = f"NCCL, on rank 0, finds no way to be reached: {error}"
+                problem = f"NCCL, on {self._name(0)}, finds no way to be reached: {error}. {self._advice(b'')}"
         answers = self.control.gather_bytes(json.dumps([unique.hex(), problem]).encode())
         identifier, problem = json.loads(answers[0])
         if problem:
             raise CollectiveError(problem)
-        unique = nccl.UniqueId.from_buffer(bytes.fromhex(identifier))
+        unique = bytes.fromhex(identifier)
         config = nccl.Config()
         config.blocking = 0
         with self.driver, self._failing:
-            with self._calling("init"):
-                self._comm = nccl.comm_init_rank_config(self.size, unique, self.rank, config.ptr)
-            self._settle("init")
+            try:
+                with self._calling("init"):
+                    unique_id = nccl.UniqueId.from_buffer(unique)
+                    self._comm = nccl.comm_init_rank_config(self.size, unique_id, self.rank, config.ptr)
+                self._settle("init")
+            except CollectiveError as error:
+                if error.echo or isinstance(error, PeerLostError):
+                    raise
+                raise type(error)(f"{error}. {self._advice(unique)}") from error
         return self._comm
+
+    def _advice(self, unique: bytes) -> str:
+        """What to do where NCCL does not find its way from host to host."""
+        if isinstance(self.control, Shm):
+            return "NCCL_DEBUG=INFO makes NCCL say what it does"
+        where = f"it listens at {address} on rank 0's host, and " if (address := listens_at(unique)) else ""
+        return (
+            f"NCCL takes a network interface of its own choice: {where}ranks have met by way of "
+            f"{self.control.host.interface} here. Set NCCL_SOCKET_IFNAME, on each host, to an interface by which hosts "
+            f"reach each other, and open its ports; NCCL_DEBUG=INFO makes NCCL say what it does"
+        )
+
+    def _name(self, rank: int) -> str:
+        """A rank, with its host where there are several."""
+        return f"rank {rank}{self.control.host.where(self.control.members[rank])}"
 
     # Calls
 
@@ -367,12 +395,13 @@ class Nccl(OnDevice):
             except self._nccl.NCCLError as error:
                 raise self._explain(what, error.status) from error
 
-    def _settle(self, what: str) -> None:
-        """Wait until NCCL has done what it was asked, which may need the peers; not for what it put into streams."""
+    def _settle(self, what: str, comm: Any = None) -> None:
+        """Wait until NCCL has done what it was asked, which may need the peers; not for what it put into streams.
+        `comm`: one of the columns, in place of all ranks' communicator."""
         pause, watch, last = 1e-5, None, 0.0
         while True:
             with self._calling(what):
-                state = int(self._nccl.comm_get_async_error(self._comm))
+                state = int(self._nccl.comm_get_async_error(self._comm if comm is None else comm))
             if state == SUCCESS:
                 break
             if state != IN_PROGRESS:
@@ -411,19 +440,23 @@ class Nccl(OnDevice):
             if self._lost is not None:
                 return
             self._lost = error
-            comm, self._comm = self._comm, None
+            comms = self._take_comms()
         self.control.fail(error)
-        if comm is not None:
-            abort = threading.Thread(target=self._abort, args=(comm,), name="mgpu abort", daemon=True)
+        if comms:
+            abort = threading.Thread(target=self._abort, args=(comms,), name="mgpu abort", daemon=True)
             abort.start()
             abort.join(_FAREWELL)
 
-    def _abort(self, comm: Any) -> None:
-        try:
-            with self.driver, self._mutex:
+    def _take_comms(self) -> list[Any]:
+        """NCCL's communicators, which this one has no more."""
+        comms = [*self._columns, self._comm] if self._comm is not None else []
+        self._comm, self._columns = None, []
+        return comms
+
+    def _abort(self, comms: Sequence[Any]) -> None:
+        for comm in comms:
+            with suppress(self._nccl.NCCLError), self.driver, self._mutex:  # else there is nothing left to end
                 self._nccl.comm_abort(comm)
-        except self._nccl.NCCLError:
-            pass  # there is nothing left to end
 
     def _check(self) -> None:
         if self._lost is not None and not self._raised:
@@ -460,9 +493,10 @@ class Nccl(OnDevice):
                     first = self._flights[0] if self._flights else None
                     if self._compares:
                         self._ledger.compare()
-                    state = SUCCESS if self._comm is None else int(self._nccl.comm_get_async_error(self._comm))
-                if state not in (SUCCESS, IN_PROGRESS):
-                    raise self._explain("a call" if first is None else first.what, state)
+                    comms = [] if self._comm is None else [self._comm, *self._columns]
+                    states = {int(self._nccl.comm_get_async_error(comm)) for comm in comms}
+                if trouble := states - {SUCCESS, IN_PROGRESS}:
+                    raise self._explain("a call" if first is None else first.what, trouble.pop())
                 if first is None or watch is None or first != flight:
                     flight = first
                     watch = first and Watch(self.control, partial("{} on the GPU".format, first.what))
@@ -503,25 +537,38 @@ class Nccl(OnDevice):
         super().close()
 
     def _end(self) -> None:
-        """End NCCL's communicator together with the peers, or alone if they do not come."""
-        comm, self._comm = self._comm, None
-        if comm is None:
-            return
+        """End NCCL's communicators together with the peers, or alone if they do not come."""
         nccl, deadline = self._nccl, time.monotonic() + _FAREWELL
-        try:
-            with self.driver:
-                nccl.comm_finalize(comm)
-                while (state := int(nccl.comm_get_async_error(comm))) == IN_PROGRESS and time.monotonic() < deadline:
-                    time.sleep(1e-3)
-                end = nccl.comm_destroy if state == SUCCESS else nccl.comm_abort
-                end(comm)
-        except nccl.NCCLError:
-            self._abort(comm)
+
+        def state_of(comm: Any) -> int:
+            return int(nccl.comm_get_async_error(comm))
+
+        for comm in self._take_comms():
+            try:
+                with self.driver:
+                    nccl.comm_finalize(comm)
+                    while (state := state_of(comm)) == IN_PROGRESS and time.monotonic() < deadline:
+                        time.sleep(1e-3)
+                    end = nccl.comm_destroy if state == SUCCESS else nccl.comm_abort
+                    end(comm)
+            except nccl.NCCLError:
+                self._abort([comm])
 
 
 def told(version: int) -> str:
     """NCCL's number for a version as people write it: 22803 is 2.28.3."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def listens_at(unique: bytes) -> str:
+    """The address that rank 0's NCCL waits at, which its identifier holds: a magic number of 8 bytes, then a sockaddr.
+    "" where it is none: NCCL does not promise this."""
+    family, port = int.from_bytes(unique[8:10], sys.byteorder), int.from_bytes(unique[10:12], "big")
+    if family == socket.AF_INET:
+        return f"{socket.inet_ntop(family, unique[12:16])}:{port}"
+    if family == socket.AF_INET6:
+        return f"[{socket.inet_ntop(family, unique[16:32])}]:{port}"
+    return ""
 
 
 @lru_cache(maxsize=1024)

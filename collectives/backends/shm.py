@@ -26,13 +26,14 @@ from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
 from collectives.host import ARENAS, Birth, Host
 from collectives.job import Job, Link
+from collectives.ledger import NBYTES, Ledger
 from collectives.lowering import Memory
-from collectives.memory import SLOTS, Heap, slot_bytes
+from collectives.memory import PAGE, SLOTS, Heap, slot_bytes
 from collectives.progress import Progress, Queued
 from collectives.region import CLOSED, FAILED, Member, Region, region_bytes
 from collectives.signals import Signals
 from collectives.stream import EAGER_BYTES, Streams
-from collectives.survivors import regroup
+from collectives.survivors import regroup, rejoin
 from collectives.watch import Watch
 from kernels import native
 from kernels.dtypes import find
@@ -333,6 +334,11 @@ class Shm(Backend):
             self.host.own.release(*hole)
         return array
 
+    def ledger(self) -> Ledger:
+        """Where ranks compare what they put into the streams of GPUs. All ranks call it together."""
+        pages = self.allocate(-(-NBYTES // PAGE) * PAGE)
+        return Ledger([self.peer_view(pages, rank)[:NBYTES] for rank in range(self.size)], self.rank, pages)
+
     def peer_view(self, array: Array, rank: int) -> Array:
         self.check_usable()
         start = array.__array_interface__["data"][0]
@@ -470,7 +476,7 @@ class Shm(Backend):
         return free
 
     def survivors(self) -> Shm:
-        return regroup(self)
+        return regroup(self, partial(rejoin, self))
 
     def abort(self, reason: str) -> None:
         self.fail(CollectiveError(reason))
