@@ -99,7 +99,7 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """The engine's name: shm, sim, cuda, nccl or mpi."""
+        """The engine's name, such as shm, cuda, nccl or shm+mpi."""
         return self._backend.name
 
     @property

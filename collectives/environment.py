@@ -8,7 +8,9 @@
 | MPICH, Intel MPI    | PMI_RANK, PMI_SIZE                 | as Open MPI                                               |
 | srun                | SLURM_PROCID, SLURM_STEP_NUM_TASKS | one host: a Unix socket; else the step's first host       |
 
-torchrun itself listens on MASTER_PORT. MGPU_ADDRESS ("HOST:PORT" of rank 0, or "unix:NAME"), MGPU_SECRET and MGPU_HOST
+torchrun itself listens on MASTER_PORT. Others set its variables too, PyTorch's Kubernetes operators for instance, and
+may leave out LOCAL_WORLD_SIZE: nothing says then that there is one host, and ranks meet at MASTER_ADDR, by a Unix
+socket if that is loopback. MGPU_ADDRESS ("HOST:PORT" of rank 0, or "unix:NAME"), MGPU_SECRET and MGPU_HOST
 (an identity to use in place of the machine's) count with every launcher. Without any launcher there is one rank.
 """
 
@@ -98,7 +100,7 @@ def _torchrun(environ: Mapping[str, str]) -> Standing:
     rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE", 1)
     local_rank, local_size = _integer(environ, "LOCAL_RANK", 0, rank), _integer(environ, "LOCAL_WORLD_SIZE", 1, size)
     host, port = environ.get("MASTER_ADDR", ""), _integer(environ, "MASTER_PORT", 1)
-    if local_size == size:
+    if local_size == size and "LOCAL_WORLD_SIZE" in environ:
         names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
         address = " ".join(["unix:torchrun", host, str(port), *(environ.get(name, "") for name in names)])
     else:

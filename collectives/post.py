@@ -12,6 +12,7 @@ knows from a letter that each sends every second.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import select
@@ -112,7 +113,7 @@ class Post:
         self._books: dict[bytes, Book] = {}  # of the hub: its thread's
         self._heard = [time.monotonic()] * self.size  # likewise
         self._calls: dict[bytes, Calls] = {}
-        self._questions = 0
+        self._questions = itertools.count()
         self.engines: weakref.WeakSet[Backend] = weakref.WeakSet()
         self._listener, own = self._listen(meeting)
         self._addresses = [answer.decode() for answer in meeting.exchange(own.encode())]
@@ -124,7 +125,7 @@ class Post:
         self._mutex = threading.Lock()  # around what is to go
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._open = True
-        self._thread = threading.Thread(target=self._serve, name="mgpu post", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mgpu post", daemon=True)
         self._thread.start()
 
     # For communicators
@@ -152,8 +153,7 @@ class Post:
 
     def ask(self, comm: bytes, number: int, what: str) -> str:
         """Who has come to a gather, or has begun a call, of this number, and who is silent: as the hub sees it."""
-        self._questions += 1
-        question, box = self._questions, self.box(comm)
+        question, box = next(self._questions), self.box(comm)
         self.send(Kind.ASK, comm, question, json.dumps([number, what]).encode())
         if self.wait(lambda: question in box.answers, _REACH):
             return box.answers.pop(question)
@@ -232,6 +232,14 @@ class Post:
 
     # The thread
 
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            for rank in range(self.size):  # whoever waits here learns that it is in vain
+                self._deliver(Letter(Kind.GONE, _WORLD, rank, self.rank, 0, f"its letters here: {error!r}".encode()))
+            raise
+
     def _serve(self) -> None:
         beat = 0.0
         while self._open:
@@ -259,7 +267,8 @@ class Post:
                 except (ClosedError, OSError) as error:
                     self._lose(rank, str(error))
             while self._incoming:
-                self._take(self._incoming.popleft())
+                self._take(self._incoming[0])
+                self._incoming.popleft()  # now, since `_flush` looks
 
     def _report(self) -> None:
         with self._mutex:
@@ -288,7 +297,8 @@ class Post:
         with suppress(BlockingIOError):
             while queue:
                 sent = self._channels[rank].socket.send(queue[0], socket.MSG_NOSIGNAL)
-                self._waiting -= sent
+                with self._mutex:
+                    self._waiting -= sent
                 queue[0] = queue[0][sent:]
                 if not queue[0]:
                     queue.popleft()

@@ -166,6 +166,7 @@ class GpuHosts(Nccl):
         self.local.disown(reason)
 
     def _take_leave(self) -> None:
+        super()._take_leave()
         self.local.close()
 
     def _end(self) -> None:

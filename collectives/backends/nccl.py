@@ -536,6 +536,9 @@ class Nccl(OnDevice):
             child.close()
         super().close()
 
+    def _take_leave(self) -> None:
+        self._retire()  # so that the others know what has ended
+
     def _end(self) -> None:
         """End NCCL's communicators together with the peers, or alone if they do not come."""
         nccl, deadline = self._nccl, time.monotonic() + _FAREWELL

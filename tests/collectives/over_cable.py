@@ -64,6 +64,33 @@ def over_tcp(folder: Path, rank: int, address: str) -> None:
     until_it_fails(folder, rank, lambda: meeting.exchange(b"", DEADLINE))
 
 
+def over_nccl(folder: Path, rank: int, address: str) -> None:
+    """An NCCL in memory between fake GPUs, whose bytes and ours go by TCP; calls until one fails."""
+    from fakegpu import FakeDriver, without_compilers
+    from fakenccl import FakeNccl
+
+    from collectives.backends.tcp import Tcp
+    from collectives.initialise import over_nccl
+    from collectives.post import Post
+
+    without_compilers()
+    control = Tcp(Post(meet(Place(rank, 4, address, SECRET, timeout=PATIENCE))), range(4), PATIENCE)
+    carrier, driver = control.split(0, rank), FakeDriver()
+    assert carrier is not None
+    library: Any = FakeNccl(driver, Communicator(carrier))
+    gpu = Communicator(over_nccl("nccl", control, driver, library))  # type: ignore[arg-type]
+    total = gpu.all_reduce(driver.array(np.full(1000, rank, np.float32)), out=driver.array(np.zeros(1000, np.float32)))
+    told = [gpu.backend, sorted(set(driver.values(total).tolist())), gpu.broadcast_object([control.host.where(3)])]
+    control.timeout = DEADLINE
+    tell(folder, rank, told)
+
+    def call() -> None:
+        gpu.all_reduce(total, out=total)
+        gpu.barrier()
+
+    until_it_fails(folder, rank, call)
+
+
 def tell(folder: Path, rank: int, told: Any) -> None:
     (folder / f"told {rank}.new").write_text(json.dumps(told))
     (folder / f"told {rank}.new").rename(folder / f"told {rank}")

@@ -56,7 +56,7 @@ def test_each_launcher_is_recognised(environ, expected):
     assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == expected
 
 
-@pytest.mark.parametrize("environ", [MGPU, TORCHRUN, OPEN_MPI, MPICH])
+@pytest.mark.parametrize("environ", [MGPU, TORCHRUN, changed(TORCHRUN, LOCAL_WORLD_SIZE=None), OPEN_MPI, MPICH])
 def test_ranks_of_one_host_meet_at_a_unix_socket_of_their_job(environ):
     ours = place(environ=environ)
     assert endpoint(ours)[0] == socket.AF_UNIX
@@ -77,6 +77,7 @@ def test_a_restart_by_torchrun_meets_apart_from_the_attempt_before():
     [
         (changed(TORCHRUN, LOCAL_WORLD_SIZE="2", MASTER_ADDR="node7"), "node7:29501"),
         (changed(TORCHRUN, LOCAL_WORLD_SIZE="2", MASTER_ADDR="fd00::1"), "[fd00::1]:29501"),
+        (changed(TORCHRUN, LOCAL_WORLD_SIZE=None, MASTER_ADDR="pod-0"), "pod-0:29501"),  # nobody says that it is one
         (changed(OPEN_MPI, OMPI_COMM_WORLD_LOCAL_SIZE="1", MGPU_ADDRESS="node1:7000"), "node1:7000"),
         (changed(MPICH, MPI_LOCALNRANKS="1", MGPU_ADDRESS="node1:7000"), "node1:7000"),
         (changed(SRUN, MGPU_ADDRESS="node1:7000"), "node1:7000"),

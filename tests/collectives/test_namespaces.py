@@ -167,6 +167,20 @@ def test_ranks_meet_across_the_cable_until_it_is_pulled(hosts: list[Host], tmp_p
         check_failures(tmp_path, pulled)
 
 
+def test_calls_of_nccl_until_the_cable_is_pulled(hosts: list[Host], tmp_path: Path) -> None:
+    """An NCCL in memory between hosts: a host that is gone is named within the deadline, and NCCL aborted."""
+    pytest.importorskip("nccl.bindings", reason="nccl4py is not installed")
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(rank) for rank in start_by_hand(hosts, tmp_path, "over_nccl")]
+        wait_for([tmp_path / f"told {rank}" for rank in range(SIZE)], ranks)
+        assert told(tmp_path, "told") == [["nccl", [6.0], [" (on hostb)"]]] * SIZE
+        pulled = pull(hosts)
+        ended = [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]
+        assert all(rank.returncode for rank in ranks), ended
+        check_failures(tmp_path, pulled)
+
+
 def test_reducing_and_training_over_mpi_until_the_cable_is_pulled(hosts: list[Host], tmp_path: Path) -> None:
     mpi = peers.find_mpis().get("mpich") if peers.has("mpi4py") else None
     if mpi is None:

@@ -62,12 +62,12 @@ def on_nccl(comm: Communicator) -> str:
 WHAT = {"shm": on_the_host, "nccl": on_nccl}
 
 
-def run(what: str, size: int) -> list[str]:
+def run(what: str, size: int, program: str = __file__, *more: str) -> list[str]:
     """What each of the ranks, which are processes of their own, came to."""
     address = f"unix:{secrets.token_hex(8)}"
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, what, str(rank), str(size), address],
+            [sys.executable, program, what, str(rank), str(size), address, *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,218 @@
+"""NCCL across hosts, on an NCCL in memory, and our own kernels inside each: what is asked of whom, what comes out, and
+what becomes of mistakes, of ranks that die and of hosts that are gone. Hosts here are identities on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("nccl.bindings", reason="nccl4py is not installed")
+pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+
+from apart import over_nccl_and_tcp
+from expected import exact_data, reduced, reduction
+from fakenccl import FakeNccl
+from nccl.bindings import nccl as real
+
+import collectives
+from collectives import Communicator
+from collectives.backends import gpu_hosts, nccl
+
+
+def joined(comm: Communicator) -> None:
+    gpu, driver, library = over_nccl_and_tcp(comm, ["a", "a", "b"])
+    rank, size = comm.rank, comm.size
+    assert gpu.backend == "nccl"
+    for dtype, op in (("float32", "sum"), ("bfloat16", "avg"), ("int64", "max"), ("complex64", "premul_sum")):
+        every = [exact_data([7], r, (1000,), dtype, op) for r in range(size)]
+        out = gpu.all_reduce(driver.array(every[rank]), reduction(op), out=driver.array(np.zeros_like(every[0])))
+        assert driver.values(out).tobytes() == reduced(every, op).tobytes()
+    # Beside it, arrays of the CPU, objects, messages with headers, memory, families.
+    assert gpu.all_reduce(np.ones(2)).tolist() == [size, size]
+    assert gpu.broadcast_object({"a": [rank]}) == {"a": [0]}
+    x, peer = driver.array(np.full(5, rank, np.int32)), (rank + 1) % size
+    with gpu.group():
+        gpu.send(x, peer)
+        out = gpu.recv(driver.array(np.zeros(5, np.int32)), (rank - 1) % size)
+    assert set(driver.values(out).tolist()) == {(rank - 1) % size}
+    memory = gpu.zeros(100, np.float32)
+    assert set(driver.values(gpu.all_reduce(memory, out=memory)).tolist()) == {0.0}
+    with gpu.split(rank % 2, -rank) as part:  # type: ignore[union-attr]
+        assert driver.values(part.all_reduce(x, "max", out=x))[0] == max(range(rank % 2, size, 2))
+        assert part.all_gather(np.array([rank])).tolist() == sorted(range(rank % 2, size, 2), reverse=True)
+    gpu.barrier()
+    assert not driver.errors
+    gpu.close()
+
+
+def in_parts(comm: Communicator) -> None:
+    """Three ranks on one host, two on the other: two columns between."""
+    gpu_hosts.SMALL = 1000
+    hosts = ["a", "b", "a", "a", "b"]
+    gpu, driver, library = over_nccl_and_tcp(comm, hosts, "cuda+nccl")
+    rank, size = comm.rank, comm.size
+    assert gpu.backend == "cuda+nccl"
+    library.log.clear()
+    for number, (dtype, op, count) in enumerate([
+        ("float32", "sum", 1001), ("float32", "avg", 3000), ("bfloat16", "max", 999), ("int32", "avg", 1024),
+        ("float64", "premul_sum", 160), ("float32", "prod", 16), ("uint8", "sum", 2001),
+    ]):  # fmt: skip
+        every = [exact_data([number], r, (count,), dtype, op) for r in range(size)]
+        mine = driver.array(every[rank])
+        out = mine if number % 2 else driver.array(np.full_like(every[0], 1))
+        gpu.all_reduce(mine, reduction(op), out=out)
+        if (dtype, op) == ("float32", "avg"):  # of parts already divided, as NCCL's
+            np.testing.assert_allclose(driver.values(out), reduced(every, op), rtol=1e-6)
+        else:
+            assert driver.values(out).tobytes() == reduced(every, op).tobytes(), (dtype, op, count)
+    column = [index for index, host in enumerate(hosts) if host == hosts[rank]].index(rank)
+    asked = [name for name, *_ in library.log]
+    alone = ["all_reduce"] * 2  # averages of integers, rounded once, and small ones
+    assert asked == alone + ["all_reduce"] * 5 * (column < 2)
+    # Memory that GPUs of one host reach; a family of one host needs no NCCL, one of both does.
+    memory = gpu.zeros(4000, np.float32)
+    gpu.all_reduce(memory, out=memory)
+    assert not driver.values(memory).any()
+    neighbour = next(r for r in range(size) if r != rank and hosts[r] == hosts[rank])
+    assert not driver.values(gpu.peer(memory, neighbour)).any()
+    stranger = next(r for r in range(size) if hosts[r] != hosts[rank])
+    with pytest.raises(ValueError, match="cannot be read or written"):
+        gpu.peer(memory, stranger)
+    x = driver.array(np.full(600, rank, np.int32))
+    with gpu.split(int(hosts[rank] == "a"), -rank) as part:  # type: ignore[union-attr]
+        assert part.backend == "cuda"
+        assert set(driver.values(part.all_reduce(x, "max", out=x))) == {3 if hosts[rank] == "a" else 4}
+    with gpu.split(int(rank > 1)) as part:  # type: ignore[union-attr]
+        assert part.backend == "cuda+nccl"
+        assert set(driver.values(part.all_reduce(x, "min", out=x))) == {3}
+    assert not driver.errors
+    gpu.close()
+    assert {name for name, *_ in library.log if name.startswith("comm_")} == {"comm_destroy"}
+
+
+@pytest.mark.parametrize(("part", "size"), [(joined, 3), (in_parts, 5)], ids=["joined", "in parts"])
+def test_collectives_across_hosts(crew: Any, part: Any, size: int) -> None:
+    crew(part, size)
+
+
+# Mistakes and losses
+
+
+def fail(comm: Communicator, how: str, backend: str) -> None:
+    gpu_hosts.SMALL = 1000
+    timeout = 2.0 if how == "late" else 60.0
+    gpu, driver, library = over_nccl_and_tcp(comm, ["a", "a", "b"], backend, timeout)
+    y = driver.array(np.zeros(5000, np.float32))
+    gpu.all_reduce(y, out=y)
+    driver.synchronize(0)
+    if how == "mismatch":
+        y = driver.array(np.zeros(5000 + (comm.rank == 2), np.float32))
+    elif comm.rank == 2 and how == "dead":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif comm.rank == 2:
+        time.sleep(60)  # until spawn ends it
+    gpu.all_reduce(y, out=y)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            gpu.check([])
+        except collectives.CollectiveError:
+            driver.synchronize(0)
+            assert ("comm_abort",) in library.log
+            raise
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("how", "backend", "error", "text"),
+    [
+        ("mismatch", "nccl", collectives.CollectiveMismatchError, "ranks 0, 1 called .*5000.*rank 2 called .*5001"),
+        ("late", "nccl", collectives.CollectiveTimeoutError, "on the GPU did not finish.*rank 2 did not begin it"),
+        ("dead", "nccl", collectives.PeerLostError, r"rank 2 \(process \d+ on b\) was lost: the connection was closed"),
+        pytest.param("dead", "cuda+nccl", collectives.PeerLostError, "rank 2", marks=pytest.mark.slow),
+        pytest.param("late", "cuda+nccl", collectives.CollectiveTimeoutError, "rank 2", marks=pytest.mark.slow),
+    ],
+)
+def test_what_goes_wrong_on_another_host_is_raised_here(how: str, backend: str, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        collectives.spawn(fail, 3, (how, backend), backend="shm")
+
+
+def begin(comm: Communicator, how: str) -> None:
+    if how == "versions":
+        over_nccl_and_tcp(comm, ["a", "b"], version=23203 + comm.rank)
+    elif how == "unreachable":
+        FakeNccl.get_unique_id = real.get_unique_id  # type: ignore[attr-defined]
+        over_nccl_and_tcp(comm, ["a", "b"], timeout=1.0, stuck=True)
+    elif how == "interface":
+        os.environ["NCCL_SOCKET_IFNAME"] = "nosuch"
+        over_nccl_and_tcp(comm, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("versions", collectives.CollectiveMismatchError, r"rank 1 \(on b\) has .* 2\.32\.4, and rank 0 \(on a\)"),
+        ("unreachable", collectives.CollectiveTimeoutError, r"at [\d.]+:\d+ on rank 0's host.*127\.0\.0\.1 \(lo\)"),
+        ("interface", collectives.CollectiveError, "NCCL, on rank 0.*finds no way.*NCCL_SOCKET_IFNAME"),
+    ],
+)
+def test_what_keeps_hosts_from_beginning_says_what_to_do(how: str, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        collectives.spawn(begin, 2, (how,), backend="shm", timeout=30.0)
+
+
+def test_an_identifier_tells_where_rank_0_waits() -> None:
+    assert nccl.listens_at(bytes(8) + bytes.fromhex("02000bc8c0000202") + bytes(112)) == "192.0.2.2:3016"
+    assert nccl.listens_at(bytes(8) + bytes.fromhex("0a000bc800000000") + bytes(15) + b"\1" + bytes(96)) == "[::1]:3016"
+    assert nccl.listens_at(bytes(128)) == ""
+    host, _, port = nccl.listens_at(bytes(real.get_unique_id())).rpartition(":")
+    assert host and 0 < int(port) < 65536, "what is installed still has its address there"
+
+
+# Survivors
+
+
+def left_over(comm: Communicator, victim: int) -> str:
+    gpu, driver, library = over_nccl_and_tcp(comm, ["a", "b", "b"])
+    y = driver.array(np.ones(8, np.float32))
+    gpu.all_reduce(y, out=y)
+    driver.synchronize(0)
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    gpu.all_reduce(y, out=y)
+    with pytest.raises(collectives.PeerLostError, match=f"rank {victim}"):
+        while True:
+            gpu.check([])
+            time.sleep(0.01)
+    library.carrier = comm.survivors()  # what this NCCL sends its bytes by
+    left = gpu.survivors()
+    y = driver.array(np.full(8, 10.0**comm.rank, np.float32))
+    left.all_reduce(y, out=y)
+    found = driver.values(y).tolist()[0]
+    left.close()
+    return f"{left.rank} of {left.size}: {found}"
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_those_that_are_left_go_on_without_a_host_and_without_the_hub(victim: int) -> None:
+    from test_survivors import run
+
+    answers = run("hosts", 3, __file__, str(victim))
+    total = 111.0 - 10.0**victim
+    alive = [rank for rank in range(3) if rank != victim]
+    assert [answers[rank] for rank in alive] == [f"{index} of 2: {total}" for index in range(2)]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    _, rank, size, address, victim = sys.argv[1:]
+    with_them = collectives.init("shm", rank=int(rank), size=int(size), address=address, timeout=60.0)
+    print(left_over(with_them, int(victim)))
