@@ -17,12 +17,18 @@ from collectives.post import Post
 from collectives.rendezvous import Place, meet
 
 
-def over_tcp(comm: Communicator, hosts: Sequence[str], timeout: float = 60.0) -> Tcp:
-    """An engine of the same ranks, of which rank r is on `hosts[r]`."""
+def place_to_meet(comm: Communicator) -> tuple[str, str]:
+    """An address on this machine, and a secret."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     address, secret = comm.broadcast_object([address, secrets.token_hex(16)])
+    return address, secret
+
+
+def over_tcp(comm: Communicator, hosts: Sequence[str], timeout: float = 60.0) -> Tcp:
+    """An engine of the same ranks, of which rank r is on `hosts[r]`."""
+    address, secret = place_to_meet(comm)
     meeting = meet(Place(comm.rank, comm.size, address, secret.encode(), hosts[comm.rank], timeout))
     return Tcp(Post(meeting), range(comm.size), timeout)
 
