@@ -36,7 +36,7 @@ class Ledger:
     def __init__(self, pages: Sequence[npt.NDArray[Any]], own: int, memory: object = None) -> None:
         self._memory = memory
         # Views of bytes and of words: several times as quick as NumPy for a few words, which every call costs.
-        self._bytes = [memoryview(page.reshape(-1).view(np.uint8)) for page in pages]
+        self._bytes = [page.reshape(-1).view(np.uint8).data for page in pages]
         self._words = [page.cast("q") for page in self._bytes]
         self._own = own
         self._others = [rank for rank in range(len(pages)) if rank != own]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives.backends.cuda import Cuda
-from collectives.backends.device import Block
+from collectives.backends.device import Block, OnDevice
 from collectives.backends.inside import inside
 from collectives.backends.nccl import Nccl, Request, translate
 from collectives.backends.tcp import Tcp
@@ -122,7 +122,7 @@ class GpuHosts(Nccl):
 
     # Families and endings
 
-    def split(self, color: int | None, key: int) -> Nccl | Cuda | None:
+    def split(self, color: int | None, key: int) -> OnDevice | None:
         self._finish()
         child = self.control.split(color, key)
         members = [] if child is None else [self.control.members.index(member) for member in child.members]

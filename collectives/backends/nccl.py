@@ -513,7 +513,7 @@ class Nccl(OnDevice):
 
     # Families and endings
 
-    def split(self, color: int | None, key: int) -> Nccl | None:
+    def split(self, color: int | None, key: int) -> OnDevice | None:
         self._finish()
         child = self.control.split(color, key)
         first = _NO_COLOR if child is None else self.control.members.index(child.members[0])
