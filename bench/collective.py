@@ -142,9 +142,9 @@ def variants(arguments: argparse.Namespace) -> list[Candidate]:
 
 def measure(measurement: Measurement, arguments: argparse.Namespace) -> None:
     """All rounds, with a progress bar where someone watches."""
-    from tqdm import tqdm
+    from mgpu_core.bar import Bar
 
-    with tqdm(total=measurement.visits * arguments.rounds, unit="sample", disable=None, leave=False) as bar:
+    with Bar(total=measurement.visits * arguments.rounds, unit="sample", disable=None, leave=False) as bar:
         measurement.run(
             arguments.rounds,
             calls=arguments.iters,

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+from collectives.memory import parse_bytes
+
+_UNITS = {"G": 1 << 30, "M": 1 << 20, "K": 1 << 10}
 
 
 def parse_size(text: str) -> int:
-    """Bytes that `text` stands for: a whole number and, if wanted, K, M or G, which are powers of 1024.
-
-    Raises argparse.ArgumentTypeError, which argparse turns into a usage message.
-    """
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text.strip().upper().replace("I", "i"))
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: give a whole number of bytes, or one with K, M or G")
-    return int(match[1]) * _UNITS[match[2]]
+    """`collectives.memory.parse_bytes` of a flag: its ValueError becomes argparse's usage message."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def format_size(nbytes: int) -> str:
     """The shortest exact form: 128M, 1K, 1000."""
-    for unit in "GMK":
-        if nbytes and nbytes % _UNITS[unit] == 0:
-            return f"{nbytes // _UNITS[unit]}{unit}"
+    for unit, worth in _UNITS.items():
+        if nbytes and nbytes % worth == 0:
+            return f"{nbytes // worth}{unit}"
     return str(nbytes)
 
 

@@ -302,11 +302,12 @@ def is_sealed(fd: int) -> bool:
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
 
 
-def parse_bytes(text: str, name: str) -> int:
-    """Bytes of "4096", "512M" or "1.5GiB", in powers of 1024. Raises ValueError naming the setting `name`."""
+def parse_bytes(text: str, name: str = "") -> int:
+    """Bytes of "4096", "512M" or "1.5GiB", in powers of 1024. Raises ValueError naming the setting `name`, if any."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if not match:
-        raise ValueError(f"{name}={text!r} is not a size; expected bytes, or a number with K, M, G or T, such as 8G")
+        what = f"{name}={text!r}" if name else repr(text)
+        raise ValueError(f"{what} is not a size; expected bytes, or a number with K, M, G or T, such as 8G")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 

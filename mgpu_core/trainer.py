@@ -27,10 +27,10 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from mgpu_core import checkpoint, random
 from mgpu_core.autograd import no_grad
+from mgpu_core.bar import Bar
 from mgpu_core.data import Batch, Loader
 from mgpu_core.metrics import Metrics
 from mgpu_core.parallel.strategies import Done, Loss, Score, Strategy, never
@@ -230,13 +230,6 @@ def stop_request() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class _Bar(tqdm):
-    """With a lock among threads alone. tqdm's own makes a semaphore in /dev/shm, which stays there if this process is
-    killed before that is unlinked."""
-
-    _lock = threading.RLock()
-
-
 class _Report:
     """What rank 0 shows of a run, and writes down."""
 
@@ -253,7 +246,7 @@ class _Report:
             resume_at = trainer.samples_done if trainer.steps_done else None
             self.metrics = Metrics(trainer.folder / METRICS, resume_at=resume_at)
             self.metrics.write("run", samples=trainer.samples_done, ranks=trainer.size, settings=trainer.settings)
-        self.bar = _Bar(
+        self.bar = Bar(
             total=self.epochs * trainer.train.sampler.steps,
             initial=trainer.steps_done,
             disable=None if trainer.leads else True,  # None: shown on a terminal only

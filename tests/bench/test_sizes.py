@@ -27,7 +27,7 @@ def test_suffixes_are_powers_of_1024(text: str, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "K", "-8", "1.5M", "8X", "8 bytes"])
+@pytest.mark.parametrize("text", ["", "K", "-8", "1.5.5M", "8X", "8 bytes"])
 def test_what_is_no_size_is_named_in_the_error(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         parse_size(text)
