@@ -30,6 +30,7 @@ from mgpu_core.trainer import METRICS
 RECIPES = ("image-classification", "resnet", "speech", "language-model")
 STRATEGIES = {way: ["--parallel", way] for way in parallel.MESHES}
 STRATEGIES["balanced"] = ["--parallel", "dp", "--speeds", "auto"]
+STRATEGIES["data-pipeline"] = ["--parallel", "hybrid", "--mesh", "data=-1,pipeline=2"]
 STRATEGIES["compensated"] = ["--parallel", "async", "--delay-compensation", "2"]
 STRATEGIES["aware"] = ["--parallel", "async", "--staleness-aware"]
 USUAL = "dp,balanced,async,ssp,local"
