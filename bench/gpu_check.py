@@ -15,6 +15,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -37,6 +38,9 @@ from collectives.device_arrays import DeviceArray
 from collectives.initialise import ON_GPU
 from kernels import pack
 from kernels.dtypes import DTYPES, find
+from mgpu_core import Tensor, device, nn, optim, parallel
+from mgpu_core.nn import functional as F
+from mgpu_core.recipes import image_classification
 
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
 SPLIT = ("reduce_scatter", "scatter", "all_to_all")  # x has a block for each rank
@@ -44,6 +48,7 @@ REPLAYS = 20
 ENQUEUED = 500  # calls of which the host's time is taken
 NODES = 100  # of the graph that is timed
 BIG = 256 << 20  # bytes of the timed messages
+CLOSE = 1e-3  # how far a loss may be from the CPU's, relatively: other sums in another order
 
 
 class Case(NamedTuple):
@@ -279,6 +284,63 @@ def packing() -> list[Row]:
     return rows
 
 
+def train(where: str, comm: Any = None, *, batch: int = 64, steps: int = 5) -> list[float]:
+    """The losses of the first steps of the image classification recipe's network on a device, of random images, of
+    which the ranks of `comm` share each batch."""
+    device.select(where, 0 if comm is None else comm.rank)
+    model = parallel.DataParallel(image_classification.network(np.random.default_rng(0)).to(where), comm)
+    optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    generator, losses = np.random.default_rng(1), []
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    mine = slice(rank * batch // size, (rank + 1) * batch // size)
+    for _ in range(steps):
+        images = generator.standard_normal((batch, 1, 28, 28)).astype(np.float32)[mine]
+        labels = generator.integers(0, 10, batch)[mine]
+        optimizer.zero_grad()
+        loss = image_classification.loss(model, (device.move(images, where), device.move(labels, where))) / batch
+        loss.backward()
+        model.synchronize()
+        optimizer.step()
+        total = np.array([float(loss)])
+        losses.append(float((total if comm is None else comm.all_reduce(total))[0]))
+    return losses
+
+
+def train_together(comm: Communicator) -> list[float]:
+    """The same on this rank's GPU."""
+    return train("cuda", comm)
+
+
+def training(together: bool = True, batch: int = 512, steps: int = 20) -> list[Row]:
+    """Steps of a network on a GPU, alone and by two ranks, against the CPU's; and images a second of ResNet-20."""
+    begun, wanted = time.monotonic(), train("cpu")
+    rows = []
+    for ranks in (1, 2) if together else (1,):
+        got = train("cuda") if ranks == 1 else collectives.spawn(train_together, ranks, backend="cuda")[0]
+        furthest = max(abs(a - b) / abs(b) for a, b in zip(got, wanted))
+        note = f"losses within {furthest:.1e} of the CPU's (at most {CLOSE:g})"
+        rows.append(Row("training", ranks, len(got), int(not furthest <= CLOSE), time.monotonic() - begun, note))
+        begun = time.monotonic()
+
+    model = nn.resnet20(channels=1, classes=10, rng=np.random.default_rng(0)).to("cuda")
+    optimizer = optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    images = Tensor(np.random.default_rng(1).standard_normal((batch, 1, 28, 28)).astype(np.float32)).to("cuda")
+    labels = device.move(np.arange(batch) % 10, "cuda")
+    times = []
+    for _ in range(steps):
+        before = time.perf_counter()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        float(loss)
+        device.synchronize(images.data)
+        times.append(time.perf_counter() - before)
+    note = f"{batch / statistics.median(times):,.0f} images/s, ResNet-20 in float32, {batch} in a step"
+    rows.append(Row("training, speed", 1, steps, 0, time.monotonic() - begun, note))
+    return rows
+
+
 def seconds(work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> float:
     """What the GPU needs for it, on the current stream, the best of ten."""
     import cupy
@@ -375,6 +437,7 @@ def check(backend: str, ranks: Sequence[int], minutes: float, programs_only: boo
         for size in ranks:
             attempt("timings", size, partial(timed, size))
         attempt("buckets", 1, packing)
+        attempt("training", 1, training)
         if find_spec("nccl") is not None:
             os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
             attempt("programs, nccl", ranks[0], alone(lambda: compare("nccl", ranks[0], cases_for_nccl())))

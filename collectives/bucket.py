@@ -93,6 +93,8 @@ class Bucketer:
     order; when backward is over, `finish()`. A bucket is all-reduced, `op` as for all_reduce, or summed by a `hook`,
     which may send less (`mgpu_core.parallel.hooks` has some).
 
+    Buckets lie where `comm.zeros` puts them, on a GPU with backends of GPUs; or where `zeros` does, a function like it.
+
     After the first `finish` the views are others, with the same contents: take `views` again when `rebuilt` is True.
     """
 
@@ -105,12 +107,14 @@ class Bucketer:
         first_bucket_bytes: int = FIRST_BUCKET_BYTES,
         op: Op = "sum",
         hook: Hook | None = None,
+        zeros: Callable[[int, npt.DTypeLike], Array] | None = None,
     ) -> None:
         if hook is not None and op != "sum":
             raise ValueError(f"hooks sum; op {op!r} goes without one")
         if min(bucket_bytes, first_bucket_bytes) <= 0:
             raise ValueError(f"buckets of {bucket_bytes} and {first_bucket_bytes} bytes: both must be positive")
         self._comm = comm
+        self._zeros = comm.zeros if zeros is None else zeros
         self.hook: Hook = AllReduce(op) if hook is None else hook
         self._shapes = [tuple(shape) for shape, _ in gradients]
         self._dtypes: list[DType] = [find(np.dtype(dtype)) for _, dtype in gradients]
@@ -197,7 +201,7 @@ class Bucketer:
             unit = max(1, _LINE // dtype.itemsize)
             shapes = [self._shapes[i] for i in members]
             *starts, end = np.cumsum([0, *(-(-math.prod(shape) // unit) * unit for shape in shapes)]).tolist()
-            bucket = Bucket(self._comm.zeros(end, dtype.numpy), members, shapes, starts)
+            bucket = Bucket(self._zeros(end, dtype.numpy), members, shapes, starts)
             self._buckets.append(bucket)
             views |= zip(members, bucket.views(bucket.flat), strict=True)
             self._home |= dict.fromkeys(members, bucket)

@@ -33,6 +33,17 @@ def load(
     return _cached(f"{name}-{dtype}-{operation}", capability, compile, meanwhile)
 
 
+def load_optimizer(rule: str, dtype: str, capability: tuple[int, int]) -> bytes:
+    """The kernel of an optimiser's rule for gradients of one dtype: `compile_optimizer` in `kernels.targets.cuda`."""
+
+    def compile() -> bytes:
+        from kernels.targets.cuda import compile_optimizer
+
+        return compile_optimizer(rule, dtype, capability).cubin
+
+    return _cached(f"{rule}-{dtype}", capability, compile, None)
+
+
 def load_pack(dtype: DType, capability: tuple[int, int], meanwhile: Callable[[], None] | None = None) -> bytes:
     """The kernels "pack" and "unpack" between tensors and a bucket of one dtype; see `kernels.pack`."""
     name = dtype.name

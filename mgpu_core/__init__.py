@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from kernels import __version__ as __version__
     from mgpu_core import checkpoint as checkpoint
     from mgpu_core import data as data
+    from mgpu_core import device as device
     from mgpu_core import nn as nn
     from mgpu_core import optim as optim
     from mgpu_core import parallel as parallel
     from mgpu_core import precision as precision
     from mgpu_core.tensor import Tensor as Tensor
 
-__all__ = ["Tensor", "checkpoint", "data", "nn", "optim", "parallel", "precision"]
+__all__ = ["Tensor", "checkpoint", "data", "device", "nn", "optim", "parallel", "precision"]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,8 @@ import safetensors
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from mgpu_core import device
+
 FORMAT = 1
 
 _DTYPES = {
@@ -239,7 +241,7 @@ def restore(path: str | Path, parts: Mapping[str, Part], comm: Any = None) -> di
     for name, part in parts.items():
         own, whole = part.array.reshape(-1), wholes[name].reshape(-1)
         for here, there, count in part.runs().tolist():
-            own[here : here + count] = whole[there : there + count]
+            own[here : here + count] = device.beside(whole[there : there + count], own)
     return meta
 
 
@@ -337,9 +339,8 @@ def _views(path: Path, header: dict[str, Any], start: int) -> Iterator[tuple[str
 
 
 def _storable(name: str, tensor: Any) -> NDArray[Any]:
-    array = np.asarray(
-        tensor, order="C"
-    )  # save_file takes the bytes as they lie, so a transposed array must be laid out
+    # save_file takes the bytes as they lie, so a transposed array must be laid out.
+    array = np.asarray(device.move(tensor, "cpu"), order="C")
     if array.dtype.newbyteorder("=") not in map(np.dtype, _DTYPES.values()):
         raise CheckpointError(f"{name}: safetensors has no dtype {array.dtype}")
     return array

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from array_api_compat import array_namespace
 
+from mgpu_core import device
+from mgpu_core.autograd import gpu
+from mgpu_core.autograd.gpu import Update
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import Array
 from mgpu_core.tensor import Tensor
@@ -24,6 +27,8 @@ class Optimizer(ABC):
     `lr` may be assigned at any time. A parameter that the loss did not use has gradient zero: decay and
     momentum still move it, on one rank as on many. There may be none, as on a rank whose layers have no parameters.
     """
+
+    rule: ClassVar[str]  # the kernel: "sgd" or "adamw"
 
     def __init__(self, parameters: Iterable[Tensor | tuple[str, Tensor]], lr: float) -> None:
         named = (p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(parameters))
@@ -50,9 +55,16 @@ class Optimizer(ABC):
         """Updates every parameter from its gradient."""
         self._steps += 1
         self._fill_gradients()
+        at_once = []
         for name, parameter in self.parameters.items():
-            state = {kind: arrays[name] for kind, arrays in self.state.items()}
-            self._update(name, parameter.data, parameter.grad, state)
+            state = (arrays[name] for arrays in self.state.values())
+            update = Update((parameter.data, parameter.grad, *state), self._settings(name))
+            if gpu.takes(update):
+                at_once.append(update)
+            else:
+                getattr(kernels_for(parameter.data), self.rule)(*update.arrays, **update.settings)
+        if at_once:
+            gpu.step(self.rule, at_once)
 
     def _fill_gradients(self) -> None:
         for parameter in self.parameters.values():
@@ -60,8 +72,8 @@ class Optimizer(ABC):
                 parameter.grad = array_namespace(parameter.data).zeros_like(parameter.data)
 
     @abstractmethod
-    def _update(self, name: str, p: Array, g: Array, state: dict[str, Array]) -> None:
-        """One step on a parameter's data and its state, by kind, in place."""
+    def _settings(self, name: str) -> dict[str, Any]:
+        """The kernel's keyword arguments in this step, for one parameter."""
 
     def _keep(self, *kinds: str) -> None:
         for kind in kinds:
@@ -83,7 +95,7 @@ class Optimizer(ABC):
         for name, array in own.items():
             if array.shape != state[name].shape:
                 raise ValueError(f"{name} has shape {state[name].shape} in the state, expected {array.shape}")
-            array[...] = array_namespace(array).asarray(state[name])
+            array[...] = array_namespace(array).asarray(device.beside(state[name], array))
 
 
 class SGD(Optimizer):
@@ -92,6 +104,8 @@ class SGD(Optimizer):
     g += weight_decay * p;  v = momentum * v + (1 - dampening) * g  (v = g at the first step);
     p -= lr * v, or with `nesterov` (Sutskever et al. 2013)  p -= lr * (g + momentum * v).
     """
+
+    rule = "sgd"
 
     def __init__(
         self,
@@ -110,17 +124,14 @@ class SGD(Optimizer):
         if momentum:
             self._keep("momentum")
 
-    def _update(self, name: str, p: Array, g: Array, state: dict[str, Array]) -> None:
-        kernels_for(p).sgd(
-            p,
-            g,
-            state.get("momentum"),
-            lr=self.lr,
-            momentum=self.momentum,
-            fresh=1.0 if self.steps == 1 else 1 - self.dampening,
-            weight_decay=self.weight_decay,
-            nesterov=self.nesterov,
-        )
+    def _settings(self, name: str) -> dict[str, Any]:
+        return {
+            "lr": self.lr,
+            "momentum": self.momentum,
+            "fresh": 1.0 if self.steps == 1 else 1 - self.dampening,
+            "weight_decay": self.weight_decay,
+            "nesterov": self.nesterov,
+        }
 
 
 class LARS(Optimizer):
@@ -133,6 +144,8 @@ class LARS(Optimizer):
     Parameters that are sharded need the `mesh` that they are sharded over: their norms are summed there in each step,
     which all its ranks take together. ValueError without it.
     """
+
+    rule = "sgd"
 
     def __init__(
         self,
@@ -170,17 +183,14 @@ class LARS(Optimizer):
         }
         super().step()
 
-    def _update(self, name: str, p: Array, g: Array, state: dict[str, Array]) -> None:
-        kernels_for(p).sgd(
-            p,
-            g,
-            state["momentum"],
-            lr=1.0,
-            momentum=self.momentum,
-            fresh=self.lr * self._rates.get(name, 1.0),
-            weight_decay=self.weight_decay if name in self._adapted else 0.0,
-            nesterov=False,
-        )
+    def _settings(self, name: str) -> dict[str, Any]:
+        return {
+            "lr": 1.0,
+            "momentum": self.momentum,
+            "fresh": self.lr * self._rates.get(name, 1.0),
+            "weight_decay": self.weight_decay if name in self._adapted else 0.0,
+            "nesterov": False,
+        }
 
 
 class AdamW(Optimizer):
@@ -189,6 +199,8 @@ class AdamW(Optimizer):
     p *= 1 - lr * weight_decay;  m, v: running means of g and g^2 with weights beta1, beta2, divided by 1 - beta^step
     since they start from zero;  p -= lr * m / (sqrt(v) + eps).
     """
+
+    rule = "adamw"
 
     def __init__(
         self,
@@ -203,19 +215,15 @@ class AdamW(Optimizer):
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self._keep("m", "v")
 
-    def _update(self, name: str, p: Array, g: Array, state: dict[str, Array]) -> None:
-        kernels_for(p).adamw(
-            p,
-            g,
-            state["m"],
-            state["v"],
-            lr=self.lr,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            step=self.steps,
-        )
+    def _settings(self, name: str) -> dict[str, Any]:
+        return {
+            "lr": self.lr,
+            "beta1": self.betas[0],
+            "beta2": self.betas[1],
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+            "step": self.steps,
+        }
 
 
 def _axes(parameter: Tensor) -> int:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, is_array_api_obj
+from array_api_compat import array_namespace, is_array_api_obj, is_cupy_array
 
+from mgpu_core import device
 from mgpu_core.autograd import tape
 from mgpu_core.autograd.autocast import is_short, narrowed, product, widened
 from mgpu_core.autograd.kernels import kernels_for
@@ -65,6 +66,18 @@ class Tensor:
         """Whether no recorded operation made it."""
         return self._node is None
 
+    @property
+    def device(self) -> str:
+        """Where it is: "cpu" or "cuda"."""
+        return device.of(self.data)
+
+    def to(self, where: str) -> Tensor:
+        """This tensor, or its copy on the device "cpu" or "cuda"; gradients go the way back. See `mgpu_core.device`."""
+        origin = self.device
+        if origin == device.checked(where):
+            return self
+        return record(device.move(self.data, where), (self, lambda g: device.move(g, origin)))
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("a 0-d tensor has no length")
@@ -81,6 +94,8 @@ class Tensor:
         return self.data.item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if self.device != "cpu":
+            raise TypeError(f'a tensor on "{self.device}" is no NumPy array; take tensor.to("cpu") first')
         return np.array(self.data, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:
@@ -368,7 +383,7 @@ def _target(tensor: Tensor) -> Any:
 
 
 def _as_array(data: Any, dtype: Any) -> Array:
-    if type(data) is np.ndarray and data.dtype.kind in "fiub" and dtype is None:  # as most often
+    if dtype is None and (type(data) is np.ndarray or is_cupy_array(data)) and data.dtype.kind in "fiub":  # most often
         return data
     if isinstance(data, Tensor):
         data = data.data

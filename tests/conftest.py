@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-sys.path.append(str(Path(__file__).parent))  # for `import crew`; ranks inherit it
+sys.path.append(str(Path(__file__).parent))  # for `import crew`, `import fakecupy`; ranks inherit it
 
 # Ranks outnumber cores in tests, so each takes one thread; set before NumPy and Numba are imported.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):

@@ -338,8 +338,8 @@ def _small(dtype: str, operation: str) -> list[str]:
 
 @cache
 def compile_optimizer(rule: str, dtype: str, architecture: tuple[int, int]) -> Kernel:
-    """The kernel of a rule, `sgd` or `adamw`, for gradients of one dtype. It takes a job of `kernels.optimizers`, and
-    any grid."""
+    """The kernel of a rule, `sgd` or `adamw`, for gradients of one dtype. It takes jobs of `kernels.optimizers`, one
+    after another in memory, and any grid that has as many blocks as jobs along y."""
     gradient = find(dtype)
     state = find(gradient.accumulator)
     width = _VECTOR // gradient.itemsize
@@ -348,11 +348,12 @@ def compile_optimizer(rule: str, dtype: str, architecture: tuple[int, int]) -> K
         (_Group(gradient, "sum", width, _VECTOR), _Group(state, "sum", width, _VECTOR, pieces)),
         (_Group(gradient, "sum", 1, gradient.itemsize), _Group(state, "sum", 1, state.itemsize)),
     )
+    job_bytes = 8 * optimizers.JOB_WORDS
     update = bind(optimizers.update, optimizer_bodies(rule, pairs, _VECTOR, load_word, _jit, intrinsic), _jit)
 
-    def grid(job):  # type: ignore[no-untyped-def]
+    def grid(jobs):  # type: ignore[no-untyped-def]
         lane, lanes = _lane_of_grid()
-        update(job, lane, lanes)
+        update(jobs + job_bytes * _integer(cuda.blockIdx.y), lane, lanes)
 
     return _kernel(_entry(grid, 1, rule), rule, architecture)
 

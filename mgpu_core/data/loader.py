@@ -16,16 +16,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from numpy.typing import NDArray
 
+from mgpu_core import device as devices
 from mgpu_core import random
 from mgpu_core.data.sampler import Indices, Sampler, part
 
-Arrays = tuple[NDArray[Any], ...]
+Arrays = tuple[Any, ...]  # NumPy's, or CuPy's where a loader puts them on a GPU
 Transform = Callable[[Arrays], Arrays]
 
 
@@ -63,6 +64,8 @@ class Loader:
             that with `random.sample_words` it does the same to a sample on any number of ranks.
         depth: how many batches are held ready, at most.
         workers: how many batches are read at the same time, each on a thread. They come in order all the same.
+        device: where the arrays are to be, "cpu" or "cuda". On their way to a GPU the reading thread puts them into
+            pinned memory, and they are copied on a stream of their own while the batch before is in use.
 
     Attributes:
         waited: seconds that the consumer has waited for batches so far; near zero when reading keeps up.
@@ -79,6 +82,7 @@ class Loader:
         transform: Transform | None = None,
         depth: int = 2,
         workers: int = 1,
+        device: str = "cpu",
     ) -> None:
         lengths = [len(array) for array in arrays]
         if lengths != [sampler.count] * len(arrays):
@@ -96,6 +100,7 @@ class Loader:
         self.transform = transform
         self.depth = depth
         self.workers = workers
+        self.device = devices.checked(device)
         self.waited = 0.0
 
     @property
@@ -114,7 +119,7 @@ class Loader:
         together.
         """
         position = epoch * self.sampler.steps + step
-        first = position + self.depth + self.workers + 1  # so many are ready, or being read
+        first = position + self.depth + self.workers + 1 + (self.device != "cpu")  # so many are ready, or on their way
         present = [entry for entry in self._shares if entry[0] <= position][-1:]
         coming = [entry for entry in self._shares if position < entry[0] < first]
         self._shares = [*present, *coming, (first, list(shares))]
@@ -126,6 +131,11 @@ class Loader:
 
     def read(self, epoch: int, step: int) -> Batch:
         """This rank's part of one batch, read here and now."""
+        batch = self.read_here(epoch, step)
+        return replace(batch, arrays=tuple(devices.move(array, self.device) for array in batch.arrays))
+
+    def read_here(self, epoch: int, step: int) -> Batch:
+        """The same, in NumPy's arrays."""
         whole = self.sampler.global_batch(epoch, step)
         start, stop = part(len(whole), self.rank, self.shares_of(epoch, step))
         indices = whole[start:stop]
@@ -141,18 +151,24 @@ class Loader:
 
         `steps` says which steps to read instead, in its order; that thread asks for each when it is about to read it.
         """
-        return Prefetched(self, epoch, range(start, self.sampler.steps) if steps is None else steps)
+        wanted = range(start, self.sampler.steps) if steps is None else steps
+        return Prefetched(self, epoch, wanted) if self.device == "cpu" else Uploaded(self, epoch, wanted)
 
 
 class Prefetched(Iterator[Batch]):
     """Batches on their way from the reading thread. Close it, or use it in `with`, when leaving early."""
 
-    def __init__(self, loader: Loader, epoch: int, steps: Iterable[int]) -> None:
+    def __init__(
+        self, loader: Loader, epoch: int, steps: Iterable[int], ready: Callable[[Batch], Batch] = lambda batch: batch
+    ) -> None:
         self._loader = loader
         self._queue = _Queue(loader.depth)
         # The thread knows the queue and not this object, so an iterator that is merely dropped also ends it.
         self._thread = threading.Thread(
-            target=_read_ahead, args=(loader, epoch, steps, self._queue), name=f"reader of epoch {epoch}", daemon=True
+            target=_read_ahead,
+            args=(loader, epoch, steps, self._queue, ready),
+            name=f"reader of epoch {epoch}",
+            daemon=True,
         )
         self._finalizer = weakref.finalize(self, self._queue.close)
         self._thread.start()
@@ -182,6 +198,50 @@ class Prefetched(Iterator[Batch]):
         self.close()
 
 
+class Uploaded(Prefetched):
+    """Batches whose arrays are in GPU memory. While one is in use the next is copied there, if it has been read.
+
+    Memory is taken by the thread that uses it, after the copying stream has been told to wait for the stream in use. So
+    what that frees is never overwritten before it has been read.
+    """
+
+    def __init__(self, loader: Loader, epoch: int, steps: Iterable[int]) -> None:
+        cupy = devices.cuda()
+        gpu = cupy.cuda.Device()  # this thread's; a new thread's would be the first one
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._coming: tuple[Batch, Any] | None = None
+        super().__init__(loader, epoch, steps, lambda batch: _pinned(batch, gpu))
+
+    def __next__(self) -> Batch:
+        batch, arrived = self._coming or self._upload(super().__next__())
+        self._coming = None
+        devices.cuda().cuda.get_current_stream().wait_event(arrived)
+        if (following := self._queue.poll()) is not None:
+            self._coming = self._upload(following)
+        return batch
+
+    def _upload(self, batch: Batch) -> tuple[Batch, Any]:
+        """The batch in GPU memory, and the event that says when it is there."""
+        cupy = devices.cuda()
+        self._stream.wait_event(cupy.cuda.get_current_stream().record())
+        with self._stream:
+            arrays = tuple(cupy.array(array) for array in batch.arrays)
+        return replace(batch, arrays=arrays), self._stream.record()
+
+
+def _pinned(batch: Batch, gpu: Any) -> Batch:
+    """The batch in memory from which a GPU copies by itself."""
+    import cupyx
+
+    def pinned(array: NDArray[Any]) -> NDArray[Any]:
+        copy: NDArray[Any] = cupyx.empty_pinned(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    with gpu:
+        return replace(batch, arrays=tuple(map(pinned, batch.arrays)))
+
+
 class _Queue:
     """A bounded queue that either end may be let go from: closing it wakes and frees both."""
 
@@ -200,6 +260,14 @@ class _Queue:
                 self._changed.notify_all()
             return not self._closed
 
+    def poll(self) -> Batch | None:
+        """The next item, if it is there already and is a batch."""
+        with self._changed:
+            if self._closed or not self._items or not isinstance(self._items[0], Batch):
+                return None
+            self._changed.notify_all()
+            return self._items.popleft()  # type: ignore[return-value]
+
     def get(self) -> Batch | BaseException | None:
         """Wait for an item; None at the end of the data, and ever after."""
         with self._changed:
@@ -217,12 +285,14 @@ class _Queue:
             self._changed.notify_all()
 
 
-def _read_ahead(loader: Loader, epoch: int, steps: Iterable[int], queue: _Queue) -> None:
+def _read_ahead(
+    loader: Loader, epoch: int, steps: Iterable[int], queue: _Queue, ready: Callable[[Batch], Batch]
+) -> None:
     reading: deque[Future[Batch]] = deque()
     try:
         with ThreadPoolExecutor(loader.workers) as pool:
             for step in steps:
-                reading.append(pool.submit(loader.read, epoch, step))
+                reading.append(pool.submit(lambda step: ready(loader.read_here(epoch, step)), step))
                 if len(reading) == loader.workers and not queue.put(reading.popleft().result()):
                     return
             while reading:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from array_api_compat import array_namespace
 
+from mgpu_core import device
 from mgpu_core.autograd.tape import Array
 from mgpu_core.tensor import Tensor
 
@@ -108,6 +109,18 @@ class Module:
         """The opposite of `train`."""
         return self.train(False)
 
+    def to(self: Self, where: str) -> Self:
+        """Moves parameters, their gradients and buffers to the device "cpu" or "cuda"; see `mgpu_core.device`.
+
+        To be called before an optimiser or a strategy is made of them, which keep their own arrays beside these.
+        """
+        for _, tensor in self._named_tensors():
+            gradient = tensor.grad
+            tensor.data = device.move(tensor.data, where)
+            if gradient is not None:
+                tensor.grad = device.move(gradient, where)
+        return self
+
     def zero_grad(self) -> None:
         """Makes the gradients of all parameters zero; see `Tensor.zero_grad`."""
         for parameter in self.parameters():
@@ -132,7 +145,7 @@ class Module:
             if array.shape != state[name].shape:
                 raise ValueError(f"{name} has shape {state[name].shape} in the state, expected {array.shape}")
         for name, array in own.items():
-            array[...] = array_namespace(array).asarray(state[name])
+            array[...] = array_namespace(array).asarray(device.beside(state[name], array))
 
 
 class Sequential(Module):

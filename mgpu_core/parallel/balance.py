@@ -15,9 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import median
 
-import numpy as np
-
-from mgpu_core import random
+from mgpu_core import device, random
 from mgpu_core.nn import Sequential
 from mgpu_core.parallel.boundary import Value, leaves, tensors
 from mgpu_core.tensor import Tensor, backward
@@ -90,8 +88,9 @@ def _seconds(model: Sequential, sample: Tensor) -> list[float]:
         begin = time.perf_counter()
         result = layer(value)
         outputs = [output for output in tensors(result) if output.requires_grad]
-        gradients = [np.ones(output.shape, output.dtype) for output in outputs]
-        backward(outputs, gradients)
+        backward(outputs, [None] * len(outputs))
+        for output in tensors(result):
+            device.synchronize(output.data)
         taken.append(time.perf_counter() - begin)
         value = leaves(result)
     return taken

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import collectives
+from collectives.initialise import ON_GPU
 from mgpu_core.nn import Module, Parameter
 from mgpu_core.tensor import Tensor
 
@@ -65,7 +66,9 @@ class DataParallel:
     def _share(self, **options: Any) -> None:
         """Get ready to communicate."""
         specs = [(p.shape, p.dtype) for p in self._parameters.values()]
-        self._bucketer = collectives.Bucketer(self.comm, specs, **options)
+        on_host = all(p.device == "cpu" for p in self._parameters.values())
+        zeros = np.zeros if on_host and self.comm.backend in ON_GPU else None
+        self._bucketer = collectives.Bucketer(self.comm, specs, zeros=zeros, **options)
         self._keep_gradients_in_buckets()
 
     def __call__(self, *inputs: Any) -> Any:

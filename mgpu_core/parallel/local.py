@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from mgpu_core.nn import Module
 from mgpu_core.optim import SGD, Optimizer
@@ -67,7 +68,7 @@ class LocalSGD:
             for _, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 self.comm.broadcast(tensor.data, root=0)
         start = {name: Tensor(p.data.copy(), requires_grad=True) for name, p in inner.parameters.items()}
-        self._moved = {name: np.zeros_like(tensor.data) for name, tensor in start.items()}
+        self._moved = {name: array_namespace(t.data).zeros_like(t.data) for name, t in start.items()}
         for name, tensor in start.items():
             tensor.grad = self._moved[name]
         self.outer = SGD(start.items(), 1.0) if outer is None else outer(start.items())
@@ -104,8 +105,7 @@ class LocalSGD:
         start = self.outer.parameters
         for name, parameter in self.inner.parameters.items():
             moved = self._moved[name]
-            np.subtract(start[name].data, parameter.data, out=moved)
-            moved *= moved.dtype.type(weight)
+            moved[...] = (start[name].data - parameter.data) * weight
         if self.comm is not None:
             everything = list(self._moved.values())
             self.comm.all_reduce(everything, out=everything)

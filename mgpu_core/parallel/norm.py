@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
+from mgpu_core import device
 from mgpu_core.autograd.tape import Array
 from mgpu_core.parallel.mesh import Mesh
 from mgpu_core.tensor import Tensor
@@ -22,13 +23,13 @@ def grad_norm(parameters: Iterable[Tensor], mesh: Mesh | None = None) -> float:
     what stages share the first one's copy counts.
     """
     replicated = [axis for axis in ("data", "tensor") if mesh is not None and mesh.index(axis) > 0]
-    norms = []
+    counted = []
     for parameter in parameters:
         over = getattr(parameter, "sharded_over", ())
         counts = getattr(parameter, "counts", True) and all(axis in over for axis in replicated)
         if parameter.grad is not None and counts:
-            norms.append(float(array_namespace(parameter.grad).linalg.vector_norm(parameter.grad)))
-    own = math.hypot(*norms)
+            counted.append(parameter.grad)
+    own = math.hypot(*_norms(counted))
     if mesh is None or mesh.comm is None:
         return own
     return math.hypot(*mesh.comm.all_gather(np.array([own])).tolist())
@@ -55,8 +56,7 @@ def whole_norms(arrays: Sequence[Array], parameters: Sequence[Tensor], mesh: Mes
 
     All ranks of the mesh that hold parts of these parameters call it together.
     """
-    own = [float(array_namespace(array).linalg.vector_norm(array)) for array in arrays]
-    squares = np.square(own)
+    squares = np.square(_norms(arrays))
     for axis in ("data", "tensor"):
         comm: Any = None if mesh is None else getattr(mesh, axis)
         parts = [i for i, parameter in enumerate(parameters) if axis in getattr(parameter, "sharded_over", ())]
@@ -65,3 +65,12 @@ def whole_norms(arrays: Sequence[Array], parameters: Sequence[Tensor], mesh: Mes
         if parts:
             squares[parts] = comm.all_reduce(squares[parts])
     return np.sqrt(squares).tolist()
+
+
+def _norms(arrays: Sequence[Array]) -> list[float]:
+    """Their Euclidean norms; asks a GPU once."""
+    if not arrays:
+        return []
+    xp = array_namespace(*arrays)
+    norms = [xp.linalg.vector_norm(array) for array in arrays]
+    return device.to_host(xp.stack(norms)).tolist() if device.of(arrays[0]) == "cuda" else [float(n) for n in norms]

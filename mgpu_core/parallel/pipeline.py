@@ -37,7 +37,7 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from collectives.stream import SLOT_BYTES, SLOTS
-from mgpu_core import random
+from mgpu_core import device, random
 from mgpu_core.autograd import no_grad
 from mgpu_core.autograd.autocast import autocast_dtype
 from mgpu_core.autograd.tape import Array
@@ -145,7 +145,10 @@ class Pipeline:
         step = _Step(self, inputs, targets, count, training=True)
         step.run(self._programs[True, step.eager])
         self.waited = step.waited
-        return step.loss
+        if not step.losses:
+            return 0.0
+        losses = array_namespace(*step.losses).stack(step.losses)  # so that a GPU is asked once
+        return float(sum(device.to_host(losses).reshape(-1).tolist()))
 
     def __call__(self, inputs: Array) -> Tensor | None:
         """The model's outputs for a batch, on the rank of the last stage; None on the others.
@@ -198,17 +201,17 @@ class Pipeline:
         value: Value = Tensor(xp.zeros_like(inputs))
         for stage, layers in self.stages.items():
             if stage > 0:
-                header = xp.empty(Form.HEADER_WORDS, dtype=xp.int64)
+                header = np.empty(Form.HEADER_WORDS, np.int64)
                 self.comm.recv(header, (stage - 1) % self.ranks)
                 forms[stage - 1] = form = Form.from_header(header)
                 value = form.wrap([xp.zeros(shape, dtype=dtype) for shape, dtype in form.parts])
             if stage < self.last:
                 with no_grad(), _evaluation(self.module), np.errstate(all="ignore"):
                     forms[stage] = Form.of(layers(value))
-                self.comm.send(xp.asarray(forms[stage].header()), (stage + 1) % self.ranks)
+                self.comm.send(forms[stage].header(), (stage + 1) % self.ranks)
         if self.comm is None:
             return _Boundaries(forms, eager=True)
-        largest = self.comm.all_reduce(xp.asarray(max(form.nbytes for form in forms.values())), "max")
+        largest = self.comm.all_reduce(np.asarray(max(form.nbytes for form in forms.values())), "max")
         return _Boundaries(forms, eager=int(largest) <= _EAGER_BYTES.get(self.comm.backend, 0))
 
 
@@ -249,7 +252,7 @@ class _Step:
         self.eager = all(boundary.eager for boundary in boundaries)
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.weights: dict[tuple[int, int], WeightGradients] = {}
-        self.loss = 0.0
+        self.losses: list[Array] = []
         self.outputs: list[Array] = []
         self.waited = 0.0
 
@@ -291,7 +294,7 @@ class _Step:
                 kept.outputs = outputs
             elif self.training:
                 kept.outputs, kept.gradients = self.pipeline.loss(outputs, *kept.targets) / self.count, [None]
-                self.loss += float(kept.outputs)
+                self.losses.append(tensors(kept.outputs)[0].data)
             else:
                 self.outputs.append(outputs.data)
                 del self.kept[stage, microbatch]

@@ -29,7 +29,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
+from mgpu_core import device
 from mgpu_core.autograd.tape import Array, is_recording
 from mgpu_core.nn import Module, Parameter
 from mgpu_core.parallel.data import DataParallel
@@ -66,7 +68,7 @@ class Sharded(DataParallel):
 
     Args:
         model, comm: as for `DataParallel`; with tensor parallel layers `comm` is the mesh's `data`.
-        stage: 1, 2 or 3.
+        stage: 1, 2 or 3; 3 is for models on the CPU, whose memory is freed page by page.
         units: parts of the model; by default its children. What is in none of them makes one more.
 
     Attributes:
@@ -79,6 +81,8 @@ class Sharded(DataParallel):
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"there are stages 1, 2 and 3 of sharding, not {stage!r}")
+        if stage == 3 and any(parameter.device != "cpu" for parameter in model.parameters()):
+            raise ValueError("stage 3 frees parameters page by page, which memory of a GPU is not: take stage 1 or 2")
         self.stage = stage
         self.peak: dict[str, int] = {}
         chosen = [child for _, child in model.children()] if units is None else units
@@ -289,8 +293,12 @@ class _Unit:
         first = comm.rank * length
         self._mine = slice(first, first + length)
         self._places = {p: (start, p.size) for p, start in zip(parameters.values(), starts)}
-        self._pages = mmap.mmap(-1, max(1, comm.size * length * self.dtype.itemsize), mmap.MAP_PRIVATE)
-        self._flat = np.frombuffer(self._pages, self.dtype, comm.size * length)
+        self._xp = array_namespace(some.data)
+        if device.of(some.data) == "cpu":
+            self._pages = mmap.mmap(-1, max(1, comm.size * length * self.dtype.itemsize), mmap.MAP_PRIVATE)
+            self._flat = np.frombuffer(self._pages, self.dtype, comm.size * length)
+        else:
+            self._flat = self._xp.zeros(comm.size * length, dtype=self.dtype)
         for view, parameter in zip(self._views(self._flat), parameters.values()):
             view[...] = parameter.data
         self.own = self._flat[self._mine]
@@ -311,7 +319,7 @@ class _Unit:
         if stage == 1:
             self.open_gradients()
         elif self.trained:
-            self._own_gradient = np.zeros(length, self.dtype)
+            self._own_gradient = self._xp.zeros(length, dtype=self.dtype)
             self._show_gradients(self._own_gradient)
             for shard in self.shards.values():
                 shard.zero_grad()
@@ -354,7 +362,7 @@ class _Unit:
     def open_gradients(self) -> None:
         """Gives the parameters whole gradients, zero, where they have none."""
         if self.trained and self._gradient is None:
-            self._gradient = np.zeros(self._flat.size, self.dtype)
+            self._gradient = self._xp.zeros(self._flat.size, dtype=self.dtype)
             for parameter, view in zip(self.parameters.values(), self._views(self._gradient)):
                 parameter.grad = view
                 parameter.zero_grad()
@@ -377,7 +385,7 @@ class _Unit:
                         "call the optimiser's zero_grad() in every step, and accumulate in no_sync()"
                     )
         else:
-            mine = np.empty_like(mine)
+            mine = self._xp.empty_like(mine)
         self._reduction = comm.reduce_scatter(self._gradient, out=mine, async_op=True), mine
 
     def finish_reduction(self, wait: bool = True) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.timeline import span
-from mgpu_core import checkpoint
+from mgpu_core import checkpoint, device
 from mgpu_core.data import Batch, Loader
 from mgpu_core.nn import Module
 from mgpu_core.optim import Optimizer
@@ -386,4 +386,4 @@ def _part(comm: Any) -> dict[str, Any]:
 
 
 def _sums(scores: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(np.sum(values, dtype=np.float64)) for name, values in scores.items()}
+    return {name: float(np.sum(device.to_host(values), dtype=np.float64)) for name, values in scores.items()}

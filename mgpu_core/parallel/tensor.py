@@ -24,9 +24,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 from array_api_compat import array_namespace
 
+from mgpu_core import device
 from mgpu_core.autograd.autocast import narrowed, product, widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import VJP, Array, once
@@ -46,7 +46,7 @@ from mgpu_core.nn import (
     TransformerBlock,
 )
 from mgpu_core.nn import functional as F
-from mgpu_core.nn.functional.linear import check_range
+from mgpu_core.nn.functional.linear import in_range, nan_unless
 from mgpu_core.parallel.functions import Scattered, copy, gather, gathered, lengths, reduce, reduce_scatter, split
 from mgpu_core.parallel.placement import Placement, Range, even_part
 from mgpu_core.tensor import Tensor, record
@@ -146,15 +146,17 @@ class VocabularyParallelEmbedding(Embedding):
         self.comm = comm
 
     def forward(self, indices: Any) -> Tensor:
-        index = Tensor(indices).data
-        check_range(index, self.count, "an index into the embedding's rows")
         w = self.weight.data
+        index = device.beside(Tensor(indices).data, w)
+        valid = in_range(index, self.count, "an index into the embedding's rows")
         xp, kernels, (count, size) = array_namespace(w), kernels_for(w), w.shape
         flat = xp.reshape(index, (-1,)) - self.first
         (here,) = xp.nonzero((flat >= 0) & (flat < count))
         rows = xp.take(flat, here, axis=0)
         found = xp.zeros((flat.shape[0], size), dtype=w.dtype)
         found[here] = xp.take(w, rows, axis=0)
+        if valid is not None:
+            found = nan_unless(xp.reshape(valid, (-1, 1)), found)
 
         def to_weight(g: Array) -> Array:
             return kernels.add_rows(rows, xp.take(xp.reshape(g, (flat.shape[0], size)), here, axis=0), count)
@@ -249,18 +251,19 @@ def vocabulary_parallel_cross_entropy(
 
     A `ColumnParallelLinear` makes them (Shoeybi et al. 2019). Two sums over the ranks, of a number or two for each
     sample, stand for all logits. `classes`: how many there are on all ranks. Every rank gets the same loss.
-    Raises IndexError for a target that is no class, ValueError for logits that are not the rank's part.
+    Raises IndexError for a target that is no class (on a GPU the loss is NaN instead), ValueError for logits that are
+    not the rank's part.
     """
     if comm is None:
         return F.cross_entropy(logits, targets, reduction=reduction)
     ((first, last),) = own_range(classes, comm)
-    labels = Tensor(targets).data
+    labels = device.beside(Tensor(targets).data, logits.data)
     if logits.shape != (*labels.shape, last - first):
         raise ValueError(
             f"this rank's part of {classes} classes for targets {labels.shape} are logits "
             f"{(*labels.shape, last - first)}, not {logits.shape}"
         )
-    check_range(labels, classes, "a class")
+    valid = in_range(labels, classes, "a class")
     xp, shape, count = array_namespace(logits.data), logits.shape, math.prod(labels.shape)
     rows, labels = xp.reshape(widened(logits.data), (count, last - first)), xp.reshape(labels, (count,)) - first
     (here,) = xp.nonzero((labels >= 0) & (labels < last - first))
@@ -273,6 +276,8 @@ def vocabulary_parallel_cross_entropy(
     sums[1, here] = rows[here, own]
     total, target = comm.all_reduce(sums)
     log_sums = xp.log(total) + peaks
+    if valid is not None:
+        log_sums = nan_unless(xp.reshape(valid, (count,)), log_sums)
     scale = 1 / max(count, 1) if reduction == "mean" else 1.0
 
     def vjp(g: Array) -> Array:
@@ -293,7 +298,7 @@ def own_part(whole: Parameter, comm: Any, axis: int, ranges: Sequence[Range]) ->
     if comm is None:
         return whole
     placement = Placement(whole.shape, axis, tuple(ranges))
-    held = np.ascontiguousarray(whole.data[placement.index])
+    held = array_namespace(whole.data).asarray(whole.data[placement.index], copy=True, order="C")
     return Parameter(held, sharded_over=("tensor",), placement=placement)
 
 

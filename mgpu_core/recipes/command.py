@@ -13,7 +13,7 @@ import collectives
 from collectives import timeline
 from collectives.environment import restarts, standing
 from collectives.threads import here
-from mgpu_core import checkpoint, hardware
+from mgpu_core import checkpoint, device, hardware
 from mgpu_core.autograd import is_recording
 from mgpu_core.autograd.memory import keep_freed_memory
 from mgpu_core.nn import Module
@@ -38,7 +38,7 @@ def parser(
     """
     it = argparse.ArgumentParser(f"mgpu train {name}", description=(description or "").split("\n")[0])
     add = it.add_argument
-    add("-n", "--ranks", type=positive, help="processes to train with (the cores, from 2 to 8)")
+    add("-n", "--ranks", type=positive, help="processes to train with (the GPUs; or the cores, from 2 to 8)")
     add("--epochs", type=positive, help=f"passes over the training {samples} ({defaults['epochs']})")
     add("--batch", type=positive, help=f"{samples} in a step, over all ranks ({defaults['batch']})")
     add("--lr", type=rate, help=f"highest learning rate ({defaults['lr'] or 'in proportion to the batch'})")
@@ -54,6 +54,7 @@ def parser(
     add("--workers", type=positive, help="threads of a rank that read (1)")
     add("--prefetch", type=positive, help="batches that a rank holds ready (2)")
     add("--timeline", metavar="FILE", help="write a timeline of all ranks, for Perfetto and mgpu timeline")
+    add("--device", choices=device.DEVICES, help="where to compute (cuda where there are GPUs and CuPy, else cpu)")
     add("--backend", default="auto", help="of collectives.init (%(default)s)")
     parallel.add_options(it, positive)
     return it
@@ -99,6 +100,9 @@ def run(
     place = standing()
     say: Say = print if place.rank == 0 else lambda line: None
     options.resume = options.resume or restarts() > 0
+    choose_device(options, say)
+    if options.device == "cuda" and (missing := device.missing()):
+        parser.error(f"--device cuda cannot be: {missing}")
     if options.resume:
         try:
             saved = checkpoint.read_meta(options.out / CHECKPOINT).get("settings", {})
@@ -117,9 +121,10 @@ def run(
         check(parser, options, place.size)
         found = find(options, say) if place.rank == 0 else None
         with collectives.init(options.backend) as comm:
+            options.device = comm.broadcast_object(options.device)
             result = train(comm, options, comm.broadcast_object(found))
     else:
-        ranks = options.ranks or default_ranks()
+        ranks = options.ranks or default_ranks(options.device)
         check(parser, options, ranks)
         found = find(options, say)
         if ranks == 1:
@@ -133,9 +138,18 @@ def run(
     return 130 if result["interrupted"] else 0
 
 
-def default_ranks() -> int:
-    """The cores, from 2 to 8."""
-    return max(2, min(8, here(1)))
+def choose_device(options: argparse.Namespace, say: Say) -> None:
+    """The default device, where none is given; the CPU where the options are for that alone."""
+    if options.device is None:
+        options.device = device.default()
+        if options.device == "cuda" and (reason := parallel.needs_host(options)):
+            options.device = "cpu"
+            say(f"on the CPU, since {reason}")
+
+
+def default_ranks(on: str = "cpu") -> int:
+    """The GPUs; or the cores, from 2 to 8."""
+    return max(1, device.gpus()) if on == "cuda" else max(2, min(8, here(1)))
 
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int) -> None:
@@ -152,7 +166,7 @@ def settle(options: argparse.Namespace, defaults: Mapping[str, Any]) -> dict[str
     Returns all settings that `defaults` names, and how the ranks share the work, for the checkpoint.
     """
     defaults = {"precision": "float32", **defaults}
-    for name, default in {**defaults, **parallel.SETTINGS, "slow_factor": 3}.items():
+    for name, default in {**defaults, **parallel.SETTINGS, "slow_factor": 3, "device": device.default()}.items():
         if getattr(options, name) is None:
             setattr(options, name, default)
     chosen = [name for name in parallel.SETTINGS if getattr(options, name) is not None]
@@ -215,17 +229,17 @@ def advise(
     say(f"prefetch {options.prefetch}: {advice.prefetch.reason}")
 
 
-def trained(network: M, folder: Path) -> M:
-    """The network, with the parameters of a run's checkpoint: whole, whatever the ranks held of it."""
-    checkpoint.restore(folder / CHECKPOINT, checkpoint.parts(network))
-    return network
+def trained(network: M, options: argparse.Namespace) -> M:
+    """The network, with the parameters of a run's checkpoint: whole, whatever the ranks held of it; on its device."""
+    checkpoint.restore(options.out / CHECKPOINT, checkpoint.parts(network))
+    return network.to(options.device)
 
 
 def slowed(loss: Loss, options: argparse.Namespace, rank: int, network: Callable[[], Module]) -> Loss:
     """`loss`; on the rank that `--slow-rank` names one that trains another network too, as large, to no end."""
     if rank != options.slow_rank:
         return loss
-    twin = network()
+    twin = network().to(options.device)
 
     def slow(model: Any, arrays: Arrays) -> Tensor:
         for _ in range(options.slow_factor - 1 if is_recording() else 0):

@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in names:
         runs[name] = ["--tests", str(options.tests), "--out", str(out / name), *STRATEGIES[name], *recipe_options]
         settings = recipe.parser().parse_args(runs[name])
-        command.check(recipe.parser(), settings, settings.ranks or command.default_ranks())  # all before the first
+        command.choose_device(settings, print)
+        command.check(recipe.parser(), settings, settings.ranks or command.default_ranks(settings.device))
     for name, arguments in runs.items():
         print(f"\n== {name}")
         if code := recipe.main(arguments):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
 from mgpu_core import Tensor, data, metrics, nn, optim, schedule
@@ -73,7 +74,8 @@ def score(model: Any, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """For each sample its cross-entropy, and whether the likeliest class is the right one."""
     images, labels = arrays
     logits = model(Tensor(images))
-    log_likelihoods = F.log_softmax(logits).data[np.arange(len(labels)), labels]
+    xp = array_namespace(logits.data)
+    log_likelihoods = xp.take_along_axis(F.log_softmax(logits).data, labels[:, None], axis=1)[:, 0]
     return {"test_loss": -log_likelihoods, "test_accuracy": logits.data.argmax(axis=1) == labels}
 
 
@@ -124,8 +126,9 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
         tests=options.tests,
     )
     if command.fit(trainer, options, say) and rank == 0:
-        trained = command.trained(build(), options.out)
-        show(images, predict(trained, prepare((images.test_images, images.test_labels))[0]), options.out, size)
+        trained = command.trained(build(), options)
+        pictures = prepare((images.test_images, images.test_labels))[0]
+        show(images, predict(trained, pictures, options.device), options.out, size)
         say(f"test accuracy {trainer.scores['test_accuracy']:.2%}, after {time.perf_counter() - began:.0f} s. Look at:")
         for file in (*PICTURES, METRICS, CHECKPOINT):
             say(f"  {options.out / file}")
@@ -174,12 +177,13 @@ def normalisation(images: ImageSet, dtype: np.dtype[Any]) -> data.Transform:
     return prepare
 
 
-def predict(model: nn.Module, pictures: Any) -> NDArray[Any]:
-    """The probabilities of the classes, (n, classes), for prepared images."""
+def predict(model: nn.Module, pictures: Any, device: str = "cpu") -> NDArray[Any]:
+    """The probabilities of the classes, (n, classes), for prepared images, by a model on a device."""
     model.eval()
     with no_grad():
         pieces = np.array_split(pictures, -(-len(pictures) // 1000))
-        return np.concatenate([F.softmax(model(Tensor(piece))).data for piece in pieces])
+        found = [F.softmax(model(Tensor(piece).to(device))) for piece in pieces]
+        return np.concatenate([probabilities.to("cpu").data for probabilities in found])
 
 
 def show(images: ImageSet, probabilities: NDArray[Any], folder: Path, size: int) -> None:

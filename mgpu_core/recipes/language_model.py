@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from mgpu_core import Tensor, metrics, nn, optim, random, schedule
 from mgpu_core.autograd import no_grad
@@ -64,7 +65,7 @@ def score(model: Any, arrays: tuple[Any, ...]) -> dict[str, Any]:
     """For each piece its mean cross-entropy per byte, in nats and in bits."""
     before, after = arrays
     log_p = F.log_softmax(model(before)).data
-    nats = -np.take_along_axis(log_p, after[:, :, None], axis=2).mean(axis=(1, 2))
+    nats = -array_namespace(log_p).take_along_axis(log_p, after[:, :, None], axis=2).mean(axis=(1, 2))
     return {"test_loss": nats, "bits_per_byte": nats / math.log(2)}
 
 
@@ -130,7 +131,7 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
             percent=False,
             unit=f"pieces of {options.length} bytes",
         )
-        written = write(command.trained(build(), options.out), PROMPT, options.length, 400, seed=options.seed)
+        written = write(command.trained(build(), options).to("cpu"), PROMPT, options.length, 400, seed=options.seed)
         (options.out / "sample.txt").write_bytes(written)
         say(f"{trainer.scores['bits_per_byte']:.3f} bits per byte on held-out files. It writes:\n")
         say(written.decode("utf-8", errors="replace") + "\n")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mgpu_core import nn
+from mgpu_core import device, nn
 from mgpu_core.autograd.autocast import SHORT
 from mgpu_core.parallel import (
     SCHEDULES,
@@ -100,6 +100,8 @@ def check(options: argparse.Namespace, ranks: int) -> dict[str, int]:
             raise StrategyError(f"--{name.replace('_', '-')} is for --parallel {', '.join(ways)}; this is {way}")
     if options.speeds:
         _speeds(options.speeds, ranks)
+    if options.device == "cuda" and (reason := needs_host(options)):
+        raise StrategyError(f"{reason}: give --device cpu, or leave that out")
     if options.slow_rank is not None and not 0 <= options.slow_rank < ranks:
         raise StrategyError(f"--slow-rank {options.slow_rank} is none of the ranks 0 to {ranks - 1}")
     if options.precision == "float16" and (way in ("async", "ssp", "local") or options.hook not in (None, "bf16")):
@@ -150,10 +152,13 @@ def strategy(
             that each layer takes for them.
         recomputed: modules of which backward keeps the inputs only, and runs them again.
     """
+    device.select(options.device, 0 if comm is None else comm.rank)
+    network.to(options.device)
     made = _strategy(comm, options, network, optimizer, sample, say, recomputed)
     made.precision = Precision(options.precision)
-    given = {"workers": options.workers, "depth": options.prefetch}
+    given = {"workers": options.workers, "depth": options.prefetch, "device": options.device}
     made.part |= {name: value for name, value in given.items() if value is not None}
+    made.test_part["device"] = options.device
     return made
 
 
@@ -197,7 +202,7 @@ def _strategy(
         if not isinstance(network, nn.Sequential):
             raise StrategyError(f"a pipeline is cut between the layers of a Sequential, and {_name(network)} is none")
         rows = max(1, options.batch // axes.get("data", 1) // microbatches)
-        costs = comm.broadcast_object(measure(network, Tensor(sample(rows))))
+        costs = comm.broadcast_object(measure(network, Tensor(sample(rows)).to(options.device)))
     if mesh.tensor is not None:
         parallelize(network, mesh.tensor)
         if not any(parameter.sharded_over for parameter in network.parameters()):
@@ -215,6 +220,17 @@ def _strategy(
     else:
         model = DataParallel(network, mesh.data, **hook)
     return Synchronous(model, optimizer(model.named_parameters()), mesh=mesh, speeds=speeds)
+
+
+def needs_host(options: argparse.Namespace) -> str:
+    """Why the options are for the CPU alone; empty if they are not."""
+    if options.parallel in ("async", "ssp", "zero3"):
+        return f"--parallel {options.parallel} keeps parameters in the host's memory"
+    if options.hook not in (None, "bf16"):
+        return f"--hook {options.hook} computes on the host"
+    if options.speeds == "auto" or getattr(options, "auto", False):
+        return f"--{'speeds ' if options.speeds else ''}auto measures by the host's clock, which sees nothing of a GPU"
+    return ""
 
 
 def _recompute(network: nn.Module, kinds: tuple[type[nn.Module], ...]) -> None:

@@ -100,13 +100,13 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
         tests=options.tests,
     )
     if command.fit(trainer, options, say) and rank == 0:
-        network = command.trained(build(), options.out)
+        network = command.trained(build(), options)
         pictures = prepare((images.test_images, images.test_labels))[0]
-        probabilities = predict(network, pictures)
+        probabilities = predict(network, pictures, options.device)
         show(images, probabilities, options.out, size)
         say(f"test accuracy {trainer.scores['test_accuracy']:.2%}, after {trainer.seconds:.0f} s of training steps")
         if name in MIRRORED:
-            both = probabilities + predict(network, np.ascontiguousarray(pictures[..., ::-1]))
+            both = probabilities + predict(network, np.ascontiguousarray(pictures[..., ::-1]), options.device)
             right = (both.argmax(axis=1) == images.test_labels).mean()
             say(f"{right:.2%} when what is predicted for an image and for its mirror image is averaged")
         say(f"{time.perf_counter() - began:.0f} s in all. Look at:")

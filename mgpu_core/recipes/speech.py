@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_core import Tensor, checkpoint, ctc, data, metrics, nn, optim, schedule
+from mgpu_core import Tensor, checkpoint, ctc, data, device, metrics, nn, optim, schedule
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import Loader, Sampler
 from mgpu_core.data.sound import BANDS
@@ -72,7 +72,8 @@ class Score:
 
     def __call__(self, model: Any, arrays: tuple[Any, ...]) -> dict[str, Any]:
         steps, lengths, digits, counts = arrays
-        logits = model(Tensor(steps), lengths)
+        logits = model(Tensor(steps), lengths).to("cpu")
+        lengths, digits, counts = map(device.to_host, (lengths, digits, counts))
         log_p = F.log_softmax(logits).data
         losses, wrong = np.zeros(len(lengths)), np.zeros(len(lengths))
         for i, (length, count) in enumerate(zip(lengths, counts)):
@@ -134,7 +135,7 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
         tests=options.tests,
     )
     if command.fit(trainer, options, say) and rank == 0:
-        network = command.trained(build(), options.out)
+        network = command.trained(build(), options).to("cpu")
         say(f"digit error rate {trainer.scores['digit_error_rate']:.2%} on {len(read)} utterances, reading greedily")
         heard = [listen(network, steps) for steps, _ in read]
         answers = [ctc.beam_search(log_p) for log_p in heard]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import fakecupy
 import numpy as np
 import pytest
 
@@ -56,6 +57,14 @@ def test_wrong_bytes_and_failures_are_told_and_counted(
     right, failed = json.loads(path.read_text())
     assert right["wrong"] == 1 and "number=4" in right["note"] and failed["wrong"] == 1
     assert "RuntimeError: no such luck" in capsys.readouterr().out
+
+
+def test_a_training_is_compared_with_the_cpus_and_timed() -> None:
+    with fakecupy.installed():
+        alone, speed = gpu_check.training(together=False, batch=2, steps=2)
+        assert (alone.check, alone.cases, alone.wrong) == ("training", 5, 0) and "of the CPU's" in alone.note
+        assert "images/s, ResNet-20" in speed.note
+        assert gpu_check.train("cpu", steps=2) != gpu_check.train("cpu", steps=2, batch=32)
 
 
 @pytest.mark.slow

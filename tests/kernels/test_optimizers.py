@@ -160,6 +160,7 @@ def test_machine_code_for_gpus(rule: str, dtype: str, architecture: tuple[int, i
     kernel = cuda.compile_optimizer(rule, dtype, architecture)
     assert re.findall(r"\.entry (\w+)", kernel.ptx) == [rule] and ".extern" not in kernel.ptx
     assert not re.search(r"\bfma\.|\.ftz|(div|sqrt)\.approx", kernel.ptx)
+    assert "%ctaid.y" in kernel.ptx, "a row of blocks for each job"
     assert rule == "sgd" or (re.search(r"div\.rn\.f", kernel.ptx) and re.search(r"sqrt\.rn\.f", kernel.ptx))
     made = machine_code.assemble(kernel.ptx, architecture, kernel.name)
     assert made.spills == 0 and made.wide("LD") >= 3 and made.wide("ST") >= 2

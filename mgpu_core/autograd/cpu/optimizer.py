@@ -11,7 +11,7 @@ from mgpu_core.autograd.cpu.layout import Array
 
 
 def sgd(
-    p: Array, g: Array, momentum_buffer: Array | None, *, lr: float, momentum: float, fresh: float,
+    p: Array, g: Array, momentum_buffer: Array | None = None, *, lr: float, momentum: float, fresh: float,
     weight_decay: float, nesterov: bool,
 ) -> None:  # fmt: skip
     number = p.dtype.type

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from array_api_compat import array_namespace
 
 from mgpu_core.autograd.tape import Array
@@ -11,7 +9,7 @@ from mgpu_core.autograd.tape import Array
 
 def channel_sums(g: Array) -> Array:
     """The sum of g (N, C, ...) over all axes but the second: (C,), added up in float64."""
-    return _over_samples(array_namespace(g).astype(g, array_namespace(g).float64))
+    return _over_samples(g)
 
 
 def channel_moments(x: Array, center: Array) -> tuple[Array, Array]:
@@ -36,16 +34,17 @@ def combine_channels(g: Array, x: Array, center: Array, a: Array, b: Array, c: A
 
 
 def _over_samples(x: Array) -> Array:
-    return array_namespace(x).sum(x, axis=tuple(i for i in range(x.ndim) if i != 1))
-
-
-def _per_channel(values: Array, x: Array, dtype: Any = None) -> Array:
-    """Values (C,) in the dtype of x (N, C, ...), or in `dtype`, so that they broadcast against it."""
+    """Added up in float64, and never held in it: a float64 copy of the activations would be twice their size."""
     xp = array_namespace(x)
-    return xp.reshape(xp.astype(values, dtype or x.dtype), (-1,) + (1,) * (x.ndim - 2))
+    return xp.sum(x, axis=tuple(i for i in range(x.ndim) if i != 1), dtype=xp.float64)
+
+
+def _per_channel(values: Array, x: Array) -> Array:
+    """Values (C,) in the dtype of x (N, C, ...), so that they broadcast against it."""
+    xp = array_namespace(x)
+    return xp.reshape(xp.astype(values, x.dtype), (-1,) + (1,) * (x.ndim - 2))
 
 
 def _offset(x: Array, center: Array) -> Array:
-    """x - center per channel, in float64."""
-    xp = array_namespace(x)
-    return xp.astype(x, xp.float64) - _per_channel(center, x, xp.float64)
+    """x - center per channel."""
+    return x - _per_channel(center, x)

@@ -36,8 +36,11 @@ def conv2d_weight_gradient(g: Array, x: Array, shape: tuple[int, ...], stride: P
     """The gradient of conv2d's weight, of the given shape."""
     xp = array_namespace(g)
     columns, _ = _columns(x, shape[2:], stride, padding)
-    per_image = xp.reshape(g, (*g.shape[:2], math.prod(g.shape[2:]))) @ xp.matrix_transpose(columns)
-    return xp.reshape(xp.sum(per_image, axis=0), shape)
+    n, o, *size = g.shape
+    places = n * math.prod(size)  # of all images: one product, whose sums are the matrix unit's
+    outputs = xp.reshape(xp.permute_dims(xp.reshape(g, (n, o, math.prod(size))), (1, 0, 2)), (o, places))
+    inputs = xp.reshape(xp.permute_dims(columns, (0, 2, 1)), (places, columns.shape[1]))
+    return xp.reshape(outputs @ inputs, shape)
 
 
 def _columns(x: Array, window: tuple[int, ...], stride: Pair, padding: Pair) -> tuple[Array, Pair]:

@@ -8,7 +8,7 @@ from mgpu_core.autograd.tape import Array
 
 
 def sgd(
-    p: Array, g: Array, momentum_buffer: Array | None, *, lr: float, momentum: float, fresh: float,
+    p: Array, g: Array, momentum_buffer: Array | None = None, *, lr: float, momentum: float, fresh: float,
     weight_decay: float, nesterov: bool,
 ) -> None:  # fmt: skip
     """One step of SGD on parameter p and its momentum, in which the gradient counts `fresh`; see `optim.SGD`."""

@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from array_api_compat import array_namespace
 
+from mgpu_core import device
 from mgpu_core.autograd.autocast import widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import Array
 from mgpu_core.nn.functional.lengths import checked_lengths
-from mgpu_core.nn.functional.linear import check_range
+from mgpu_core.nn.functional.linear import in_range, nan_unless
 from mgpu_core.tensor import Tensor, record
 
 
@@ -23,23 +24,25 @@ def cross_entropy(
     `weights` (...) multiply the samples' losses; "mean" divides their sum by the sum of the weights. For a batch that
     is split unevenly over ranks, take "sum" on each and divide by the whole batch's weight: the parts then add up to
     the mean. A mean over no weight at all is 0: an empty shard adds nothing.
-    Raises IndexError for a target that is no class.
+    Raises IndexError for a target that is no class; on a GPU the loss is NaN instead.
     """
     classes = logits.shape[-1]
-    labels = Tensor(targets).data
+    labels = device.beside(Tensor(targets).data, logits.data)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"cross_entropy: logits {logits.shape} need targets of shape {logits.shape[:-1]}")
-    check_range(labels, classes, "a class")
+    valid = in_range(labels, classes, "a class")
     xp = array_namespace(logits.data)
     shape, count = logits.shape, math.prod(labels.shape)
     rows, labels = xp.reshape(widened(logits.data), (count, classes)), xp.reshape(labels, (count,))
     kernels = kernels_for(rows)
     losses, log_sums = kernels.cross_entropy(rows, labels)
+    if valid is not None:
+        losses = nan_unless(xp.reshape(valid, (count,)), losses)
     if weights is None:
         scale = xp.ones_like(losses)
         total = float(count)
     else:
-        scale = xp.reshape(xp.astype(Tensor(weights).data, losses.dtype), (count,))
+        scale = xp.reshape(xp.astype(device.beside(Tensor(weights).data, losses), losses.dtype), (count,))
         total = float(xp.sum(scale))
     if reduction == "mean":
         scale = scale / total if total else 0 * scale
@@ -65,9 +68,10 @@ def ctc_loss(
     labels, by default T and S; what comes after them may be anything. "mean" divides the sum of the samples' losses by
     their number, and not by the targets' lengths as PyTorch does. A target that does not fit into its sample's times
     has an infinite loss, and gradient 0.
-    Raises IndexError for a target that is no class, ValueError for one that is the blank or where shapes do not fit.
+    Raises IndexError for a target that is no class, ValueError for one that is the blank or where shapes do not fit. On
+    a GPU the loss of a sample with such a target is NaN instead.
     """
-    labels = Tensor(targets).data
+    labels = device.beside(Tensor(targets).data, logits.data)
     if logits.ndim != 3 or labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
         raise ValueError(
             f"ctc_loss: expected logits (N, T, classes) and targets (N, S), not {logits.shape} and {labels.shape}"
@@ -80,10 +84,11 @@ def ctc_loss(
     lengths = checked_lengths(xp, lengths, n, times)
     target_lengths = checked_lengths(xp, target_lengths, n, labels.shape[1])
     used = xp.arange(labels.shape[1]) < target_lengths[:, None]
-    if xp.any(used & (labels == blank)):
-        raise ValueError(f"ctc_loss: a target must not contain the blank, {blank}")
+    blanks = used & (labels == blank)
     labels = xp.where(used, labels, blank)
-    check_range(labels, classes, "a class")
+    valid = in_range(labels, classes, "a class")
+    if valid is None and xp.any(blanks):
+        raise ValueError(f"ctc_loss: a target must not contain the blank, {blank}")
     states = xp.full((n, 2 * labels.shape[1] + 1), blank, dtype=xp.int64)
     states[:, 1::2] = xp.astype(labels, xp.int64)
 
@@ -91,6 +96,8 @@ def ctc_loss(
     kernels = kernels_for(a)
     log_p = kernels.log_softmax(a, -1)
     losses, beginnings = kernels.ctc(log_p, states, lengths, target_lengths)
+    if valid is not None:
+        losses = nan_unless(xp.all(valid & ~blanks, axis=1), losses)
 
     def vjp(g: Array) -> Array:
         return kernels.ctc_gradient(log_p, beginnings, losses, states, lengths, target_lengths, g)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from array_api_compat import array_namespace
 
+from mgpu_core import device
 from mgpu_core.autograd.autocast import widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.replay import is_replay, remember
@@ -38,8 +39,8 @@ def batch_norm(
     `reduce` makes the batch that of all ranks: it is given a float64 vector of sums and returns the vector summed over
     the ranks. Each of them calls it once in the forward pass and once in the backward pass, a rank with no
     samples too. Sums are taken about the running mean, which all ranks share, so that little cancels.
-    Raises ValueError in training when the batch of all ranks that `reduce` sums over has no element per channel, and
-    where shapes do not fit.
+    Raises ValueError where shapes do not fit, and in training when the batch of all ranks that `reduce` sums over has
+    no element per channel; on a GPU, where to look would be to wait for it, the result is NaN instead.
     """
     channels = x.shape[1]
     check_shapes(
@@ -53,19 +54,19 @@ def batch_norm(
     if training:
 
         def statistics() -> tuple[Array, Array]:
-            size = xp.asarray([a.size / channels], dtype=xp.float64)
+            size = xp.full((1,), a.size / channels, dtype=xp.float64)
             sums = xp.concat([*kernels.channel_moments(a, center), size])
             return center, sums if reduce is None else reduce(sums)
 
         before, sums = remember(statistics)
-        count = float(sums[-1])
-        if not count:
+        count = sums[-1]  # on a GPU it stays there
+        if device.of(count) == "cpu" and not count:
             raise ValueError(f"batch norm in training needs at least one element per channel; x is {a.shape}")
         offset = sums[:channels] / count
         variance = sums[channels:-1] / count - offset * offset
         center = before + offset
         if not is_replay():
-            unbiased = variance * (count / max(count - 1, 1))
+            unbiased = variance * (count / xp.where(count > 2, count - 1, 1.0))
             running_mean.data += xp.astype(momentum * offset, running_mean.dtype)
             running_var.data += xp.astype(momentum * (unbiased - running_var.data), running_var.dtype)
     else:
