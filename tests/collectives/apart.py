@@ -41,5 +41,11 @@ def over_nccl_and_tcp(
     carrier, driver = comm.split(0), FakeDriver()
     assert carrier is not None
     library = FakeNccl(driver, carrier, **options)
-    engine = over_nccl(backend, over_tcp(comm, hosts, timeout), driver, library)  # type: ignore[arg-type]
+    control = over_tcp(comm, hosts, timeout)
+    try:
+        engine = over_nccl(backend, control, driver, library)  # type: ignore[arg-type]
+    except BaseException as error:
+        control.fail(error)
+        control.close()
+        raise
     return Communicator(engine), driver, library

@@ -58,10 +58,8 @@ def joined(comm: Communicator) -> None:
     gpu.close()
 
 
-def in_parts(comm: Communicator) -> None:
-    """Three ranks on one host, two on the other: two columns between."""
+def in_parts(comm: Communicator, hosts: str) -> None:
     gpu_hosts.SMALL = 1000
-    hosts = ["a", "b", "a", "a", "b"]
     gpu, driver, library = over_nccl_and_tcp(comm, hosts, "cuda+nccl")
     rank, size = comm.rank, comm.size
     assert gpu.backend == "cuda+nccl"
@@ -78,34 +76,43 @@ def in_parts(comm: Communicator) -> None:
             np.testing.assert_allclose(driver.values(out), reduced(every, op), rtol=1e-6)
         else:
             assert driver.values(out).tobytes() == reduced(every, op).tobytes(), (dtype, op, count)
-    column = [index for index, host in enumerate(hosts) if host == hosts[rank]].index(rank)
-    asked = [name for name, *_ in library.log]
-    alone = ["all_reduce"] * 2  # averages of integers, rounded once, and small ones
-    assert asked == alone + ["all_reduce"] * 5 * (column < 2)
-    # Memory that GPUs of one host reach; a family of one host needs no NCCL, one of both does.
+    neighbours = [r for r in range(size) if hosts[r] == hosts[rank]]
+    columns = min(hosts.count(host) for host in set(hosts))
+    alone = 2  # an average of integers, rounded once, and a small one; of the five others, parts between hosts
+    between = 5 * (neighbours.index(rank) < columns)
+    assert [name for name, *_ in library.log] == ["all_reduce"] * (alone + between)
+    # Memory that GPUs of one host reach.
     memory = gpu.zeros(4000, np.float32)
     gpu.all_reduce(memory, out=memory)
     assert not driver.values(memory).any()
-    neighbour = next(r for r in range(size) if r != rank and hosts[r] == hosts[rank])
-    assert not driver.values(gpu.peer(memory, neighbour)).any()
-    stranger = next(r for r in range(size) if hosts[r] != hosts[rank])
-    with pytest.raises(ValueError, match="cannot be read or written"):
-        gpu.peer(memory, stranger)
+    for other in range(size):
+        if other in neighbours:
+            assert not driver.values(gpu.peer(memory, other)).any()
+        else:
+            with pytest.raises(ValueError, match="cannot be read or written"):
+                gpu.peer(memory, other)
+    # A family of one host needs no NCCL, one of both does.
     x = driver.array(np.full(600, rank, np.int32))
-    with gpu.split(int(hosts[rank] == "a"), -rank) as part:  # type: ignore[union-attr]
+    with gpu.split(ord(hosts[rank]), -rank) as part:  # type: ignore[union-attr]
         assert part.backend == "cuda"
-        assert set(driver.values(part.all_reduce(x, "max", out=x))) == {3 if hosts[rank] == "a" else 4}
-    with gpu.split(int(rank > 1)) as part:  # type: ignore[union-attr]
-        assert part.backend == "cuda+nccl"
-        assert set(driver.values(part.all_reduce(x, "min", out=x))) == {3}
+        assert set(driver.values(part.all_reduce(x, "max", out=x))) == {max(neighbours)}
+    with gpu.split(int(rank < 2)) as part:  # type: ignore[union-attr]
+        if rank < 2:
+            assert part.backend == "cuda+nccl"
+            least = min(max(r for r in range(size) if hosts[r] == hosts[first]) for first in range(2))
+            assert set(driver.values(part.all_reduce(x, "min", out=x))) == {least}
     assert not driver.errors
     gpu.close()
     assert {name for name, *_ in library.log if name.startswith("comm_")} == {"comm_destroy"}
 
 
-@pytest.mark.parametrize(("part", "size"), [(joined, 3), (in_parts, 5)], ids=["joined", "in parts"])
-def test_collectives_across_hosts(crew: Any, part: Any, size: int) -> None:
-    crew(part, size)
+def test_nccl_across_hosts(crew: Any) -> None:
+    crew(joined, 3)
+
+
+@pytest.mark.parametrize("hosts", ["aba", pytest.param("abaab", marks=pytest.mark.slow)])
+def test_all_reduces_in_parts_with_hosts_of_unequal_size(crew: Any, hosts: str) -> None:
+    crew(in_parts, len(hosts), (hosts,))
 
 
 # What `init` chooses
@@ -145,10 +152,14 @@ def test_init_takes_nccl_where_every_rank_of_several_hosts_has_a_gpu(crew: Any) 
 # Mistakes and losses
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def fail(comm: Communicator, how: str, backend: str) -> None:
     gpu_hosts.SMALL = 1000
     timeout = 2.0 if how == "late" else 60.0
-    gpu, driver, library = over_nccl_and_tcp(comm, ["a", "a", "b"], backend, timeout)
+    gpu, driver, library = over_nccl_and_tcp(comm, "aab", backend, timeout)
     y = driver.array(np.zeros(5000, np.float32))
     gpu.all_reduce(y, out=y)
     driver.synchronize(0)
@@ -158,29 +169,42 @@ def fail(comm: Communicator, how: str, backend: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif comm.rank == 2:
         time.sleep(6)
-    gpu.all_reduce(y, out=y)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        try:
-            gpu.check([])
-        except collectives.CollectiveError:
-            driver.synchronize(0)
-            assert ("comm_abort",) in library.log
-            raise
-        time.sleep(0.01)
+    with gpu:
+        gpu.all_reduce(y, out=y)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                gpu.check([])
+            except collectives.CollectiveError:
+                driver.synchronize(0)
+                assert ("comm_abort",) in library.log
+                raise
+            time.sleep(0.01)
+
+
+def failed(comm: Communicator, how: str, backend: str) -> str:
+    try:
+        fail(comm, how, backend)
+    except collectives.CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing failed"
+
+
+def test_calls_that_differ_are_told_on_every_rank(crew: Any) -> None:
+    for told in crew(failed, 3, ("mismatch", "nccl")):
+        assert re.match("CollectiveMismatchError: (?=.*ranks? [01].* called .*5000).*rank 2 called .*5001", told), told
 
 
 @pytest.mark.parametrize(
     ("how", "backend", "error", "text"),
     [
-        ("mismatch", "nccl", "CollectiveMismatchError", "(?=.*ranks? [01].* called .*5000).*rank 2 called .*5001"),
-        ("late", "nccl", "CollectiveTimeoutError", "on the GPU did not finish.*rank 2 did not begin it"),
-        ("dead", "nccl", "PeerLostError", r"rank 2 \(process \d+ on b\) was lost: the connection was closed"),
-        pytest.param("dead", "cuda+nccl", "PeerLostError", "rank 2", marks=pytest.mark.slow),
-        pytest.param("late", "cuda+nccl", "CollectiveTimeoutError", "rank 2", marks=pytest.mark.slow),
+        slow("dead", "nccl", "PeerLostError", r"rank 2 \(process \d+ on b\) was lost: the connection was closed"),
+        slow("dead", "cuda+nccl", "PeerLostError", "rank 2"),
+        slow("late", "nccl", "CollectiveTimeoutError", "on the GPU did not finish.*rank 2 did not begin it"),
+        slow("late", "cuda+nccl", "CollectiveTimeoutError", "rank 2"),
     ],
 )
-def test_what_goes_wrong_on_another_host_is_raised_here(
+def test_who_is_late_or_dies_on_another_host_is_named_here(
     how: str, backend: str, error: str, text: str, tmp_path: Path
 ) -> None:
     told = outcomes(fail, 3, tmp_path, how, backend)
@@ -188,28 +212,32 @@ def test_what_goes_wrong_on_another_host_is_raised_here(
     assert re.search(text, told[0].text) and re.search(text, told[1].text), told
 
 
-def begin(comm: Communicator, how: str) -> None:
-    if how == "versions":
-        over_nccl_and_tcp(comm, ["a", "b"], version=23203 + comm.rank)
-    elif how == "unreachable":
-        FakeNccl.get_unique_id = real.get_unique_id  # type: ignore[attr-defined]
-        over_nccl_and_tcp(comm, ["a", "b"], timeout=1.0, stuck=True)
-    elif how == "interface":
-        os.environ["NCCL_SOCKET_IFNAME"] = "nosuch"
-        over_nccl_and_tcp(comm, ["a", "b"])
+def begin(comm: Communicator, how: str) -> str:
+    options: dict[str, dict[str, Any]] = {
+        "versions": {"version": 23203 + comm.rank}, "unreachable": {"stuck": True, "timeout": 1.0}, "interface": {}
+    }  # fmt: skip
+    settings = {"NCCL_SOCKET_IFNAME": "nosuch"} if how == "interface" else {}
+    with mock.patch.dict(os.environ, settings):
+        try:
+            over_nccl_and_tcp(comm, "ab", **options[how])
+        except collectives.CollectiveError as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing failed"
 
 
-@pytest.mark.parametrize(
-    ("how", "error", "text"),
-    [
-        ("versions", collectives.CollectiveMismatchError, r"rank 1 \(on b\) has .* 2\.32\.4, and rank 0 \(on a\)"),
-        ("unreachable", collectives.CollectiveTimeoutError, r"at [\d.]+:\d+ on rank 0's host.*127\.0\.0\.1 \(lo\)"),
-        ("interface", collectives.CollectiveError, "NCCL, on rank 0.*finds no way.*NCCL_SOCKET_IFNAME"),
-    ],
-)
-def test_what_keeps_hosts_from_beginning_says_what_to_do(how: str, error: Any, text: str) -> None:
-    with pytest.raises(error, match=text):
-        collectives.spawn(begin, 2, (how,), backend="shm", timeout=30.0)
+def test_what_keeps_hosts_from_beginning_says_what_to_do(crew: Any) -> None:
+    told = crew(begin, 2, ("versions",))
+    assert re.match(r"CollectiveMismatchError: rank 1 \(on b\) has .* 2\.32\.4, and rank 0 \(on a\)", told[0]), told
+    for text in crew(begin, 2, ("unreachable",)):
+        assert re.match("CollectiveTimeoutError: .*init", text), text
+        assert "gave up" in text or re.search(r"at [\d.]+:\d+ on rank 0's host.*127\.0\.0\.1 \(lo\)", text), text
+
+
+@pytest.mark.slow
+def test_an_interface_that_is_not_there_is_named_as_nccl_s_setting() -> None:
+    """In new processes: NCCL reads it once."""
+    for text in collectives.spawn(begin, 2, ("interface",), backend="shm", timeout=30.0):
+        assert re.search("NCCL, on rank 0.*finds no way.*NCCL_SOCKET_IFNAME", text), text
 
 
 def test_an_identifier_tells_where_rank_0_waits() -> None:
