@@ -22,15 +22,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import index
+from operator import index, is_
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from collectives import arrays
+from collectives.again import Again, Known, Terms, the_one_object
 from collectives.arrays import Array
-from collectives.backends.base import Backend, Pending, Repeat
+from collectives.backends.base import Backend, Pending
 from collectives.call import Call, PremulSum, make_call, scale_bits
 from collectives.errors import CollectiveError
 from kernels.dtypes import OPERATIONS, DType, find
@@ -46,15 +47,6 @@ class Prepared(NamedTuple):
     source: Array | None
     target: Array | None
     result: Callable[[], Any]
-
-
-class Again(NamedTuple):
-    """The short way of calls like one that was made: same terms, dtype and shape."""
-
-    run: Repeat
-    shape: tuple[int, ...] | None  # of the result, if the call made it
-    size: int  # elements of the result
-    ahead: int | None  # in place, bytes from the target's beginning to the source's; None if there is no such call
 
 
 class Work:
@@ -90,8 +82,7 @@ class Communicator:
         self.rank = backend.rank
         self.size = backend.size
         self._lock = threading.RLock()
-        self._again: dict[tuple[Any, ...], Again] = {}  # by terms, dtype and shape
-        self._barrier_again: Repeat | None = None
+        self._again: Again | None = None  # what calls that are made again go by
         self._group: tuple[list[Message], list[Message]] | None = None
         self._parent: Communicator | None = None
         self._finalizer = weakref.finalize(self, backend.close)  # for whoever drops it without closing it
@@ -134,11 +125,11 @@ class Communicator:
         op: "sum", "prod", "min", "max", "avg" or `premul_sum(scale)`. A list of arrays goes as one message per dtype,
         and a list comes back (`out`: the same list, to reduce in place, or None).
         """
-        terms = None if async_op else ("all_reduce", op, algorithm)
-        if (result := self._call_again(terms, x, out)) is not None:
+        if (result := self._call_again(x, out, "all_reduce", op, None, algorithm, async_op)) is not None:
             return result
         if isinstance(x, (list, tuple)):
             return self._all_reduce_list(x, op, out, algorithm, async_op)
+        terms = "all_reduce", op, None, algorithm, async_op
         return self._make(self._all_reduce(x, op, out=out, algorithm=algorithm), async_op, terms, out)
 
     def reduce(
@@ -152,9 +143,10 @@ class Communicator:
         async_op: bool = False,
     ) -> Any:
         """The reduction of every rank's `x` on rank `root`: an array like x, or `out`; None on the others."""
-        terms, gets = None if async_op else ("reduce", op, root, algorithm), self.rank == root
-        if (result := self._call_again(terms, x, out if gets else x)) is not None:
+        gets = self.rank == root
+        if (result := self._call_again(x, out if gets else x, "reduce", op, root, algorithm, async_op)) is not None:
             return result if gets else None
+        terms = "reduce", op, root, algorithm, async_op
         return self._make(self._reduce(x, op, root=root, out=out, algorithm=algorithm), async_op, terms, out)
 
     def reduce_scatter(
@@ -169,9 +161,10 @@ class Communicator:
     ) -> Any:
         """This rank's block of the reduction. `x`, the same shape everywhere, is split on axis 0: into equal blocks, or
         `counts[r]` rows for rank r. Returns an array (rows, ...)."""
-        terms = None if async_op or counts is not None else ("reduce_scatter", op, algorithm)
-        if (result := self._call_again(terms, x, out)) is not None:
+        even = counts is None
+        if even and (result := self._call_again(x, out, "reduce_scatter", op, None, algorithm, async_op)) is not None:
             return result
+        terms = ("reduce_scatter", op, None, algorithm, async_op) if even else None
         prepared = self._reduce_scatter(x, op, out=out, counts=counts, algorithm=algorithm)
         return self._make(prepared, async_op, terms, out)
 
@@ -179,9 +172,9 @@ class Communicator:
 
     def broadcast(self, x: Any, *, root: int = 0, algorithm: str | None = None, async_op: bool = False) -> Any:
         """Rank `root`'s x, on every rank, in place. (JAX arrays cannot be written: there the result is a new one.)"""
-        terms = None if async_op else ("broadcast", root, algorithm)
-        if (result := self._call_again(terms, x, x)) is not None:
+        if (result := self._call_again(x, x, "broadcast", None, root, algorithm, async_op)) is not None:
             return result
+        terms = "broadcast", None, root, algorithm, async_op
         return self._make(self._broadcast(x, root=root, algorithm=algorithm), async_op, terms, x)
 
     def all_gather(
@@ -194,9 +187,10 @@ class Communicator:
         async_op: bool = False,
     ) -> Any:
         """Every rank's x, joined on axis 0: (size * n, ...). With `counts`, rank r brings counts[r] rows."""
-        terms = None if async_op or counts is not None else ("all_gather", None, algorithm)
-        if (result := self._call_again(terms, x, out)) is not None:
+        even = counts is None
+        if even and (result := self._call_again(x, out, "all_gather", None, None, algorithm, async_op)) is not None:
             return result
+        terms = ("all_gather", None, None, algorithm, async_op) if even else None
         return self._make(self._all_gather(x, out=out, counts=counts, algorithm=algorithm), async_op, terms, out)
 
     def gather(
@@ -210,9 +204,11 @@ class Communicator:
         async_op: bool = False,
     ) -> Any:
         """Every rank's x, joined on axis 0, on rank `root`; None on the others. `counts` as for all_gather."""
-        terms, gets = None if async_op or counts is not None else ("gather", root, algorithm), self.rank == root
-        if (result := self._call_again(terms, x, out if gets else x)) is not None:
+        even, gets = counts is None, self.rank == root
+        into = out if gets else x
+        if even and (result := self._call_again(x, into, "gather", None, root, algorithm, async_op)) is not None:
             return result if gets else None
+        terms = ("gather", None, root, algorithm, async_op) if even else None
         prepared = self._gather(x, root=root, out=out, counts=counts, algorithm=algorithm)
         return self._make(prepared, async_op, terms, out)
 
@@ -228,9 +224,10 @@ class Communicator:
     ) -> Any:
         """This rank's block of rank `root`'s x, split on axis 0 into equal blocks or `counts[r]` rows for rank r. Other
         ranks pass no x (it is not looked at), and `out`, which says what they expect."""
-        terms = None if async_op or counts is not None else ("scatter", root, algorithm)
-        if (result := self._call_again(terms, x if self.rank == root else out, out)) is not None:
+        even, given = counts is None, x if self.rank == root else out
+        if even and (result := self._call_again(given, out, "scatter", None, root, algorithm, async_op)) is not None:
             return result
+        terms = ("scatter", None, root, algorithm, async_op) if even else None
         prepared = self._scatter(x, root=root, out=out, counts=counts, algorithm=algorithm)
         return self._make(prepared, async_op, terms, out)
 
@@ -246,20 +243,17 @@ class Communicator:
         """Block q of `x` (axis 0) goes to rank q, and what comes back is everybody's block for this rank, joined in
         rank order. Blocks are equal, or `counts[q]` rows go to rank q (each rank gives its own counts).
         """
-        terms = None if async_op or counts is not None else ("all_to_all", None, algorithm)
-        if (result := self._call_again(terms, x, out)) is not None:
+        even = counts is None
+        if even and (result := self._call_again(x, out, "all_to_all", None, None, algorithm, async_op)) is not None:
             return result
+        terms = ("all_to_all", None, None, algorithm, async_op) if even else None
         return self._make(self._all_to_all(x, out=out, counts=counts, algorithm=algorithm), async_op, terms, out)
 
     def barrier(self, *, algorithm: str | None = None, async_op: bool = False) -> Any:
         """Return when every rank has come."""
-        if not async_op and algorithm is None:
-            with self._lock:
-                if self._barrier_again is None:
-                    self._barrier_again = self._backend.repeat(self._barrier().call, None, None)
-                self._barrier_again(0, 0, None, None)
+        if self._call_again(_NOTHING, _NOTHING, "barrier", None, None, algorithm, async_op) is not None:
             return None
-        return self._make(self._barrier(algorithm), async_op)
+        return self._make(self._barrier(algorithm), async_op, ("barrier", None, None, algorithm, async_op))
 
     def broadcast_object(self, value: Any = None, *, root: int = 0) -> Any:
         """Rank `root`'s value on every rank: None, booleans, numbers, strings, lists and dicts of them (what JSON
@@ -482,59 +476,65 @@ class Communicator:
         target, result = self._target(x, out, source.shape, source.dtype)
         return self._prepared("all_reduce", source, target, result, source.size, op=op, algorithm=algorithm)
 
-    def _call_again(self, terms: tuple[Any, ...] | None, x: Any, out: Any) -> Any:
-        """The result of a call whose like was made before, the short way, if these arrays allow it; else None.
+    def _call_again(
+        self, x: Any, out: Any, collective: str, op: Any, root: Any, algorithm: Any, async_op: Any
+    ) -> Any:  # fmt: skip
+        """The result of a call whose like was made before, the short way (`kernels/again.py`), or None.
 
-        What the long way checks and derives is known from terms, dtype and shape, but for where the arrays lie.
+        What the long way checks and derives is known from the terms and from what x is like, but for where arrays lie.
         """
-        if terms is None or type(x) is not np.ndarray:
-            return None
-        again = self._again.get((terms, x.dtype, x.shape))
+        again = self._again
         if again is None:
             return None
-        run, shape, size, ahead = again
         try:
-            if out is x:
-                if ahead != 0 or x.size != size:
-                    return None
-                start = end = arrays.plain_address(x)
-            else:
-                if out is None:
-                    if shape is None:
-                        return None
-                    out = np.empty(shape, x.dtype)
-                elif type(out) is not np.ndarray or out.dtype != x.dtype or out.size != size:
-                    return None
-                start, end = arrays.readable_address(x), arrays.plain_address(out)
-                if start < end + out.nbytes and end < start + x.nbytes and start - end != ahead:
-                    return None  # they overlap
-        except ValueError:
-            return None
+            found = again.call(x, out, collective, op, root, algorithm, async_op)
+            if found is out and out is not None:
+                return out
+            return self._go_on(again, found, x, out, (collective, op, root, algorithm, async_op))
+        except BaseException as error:
+            if again.pending.value == threading.get_ident():  # Ctrl-C, too, which may have come before `resume`
+                self._backend.abort(f"{type(error).__name__}: {error}")
+                again.pending.value = 0
+                self._lock.release()
+            raise
+
+    def _go_on(self, again: Again, found: int | None, x: Any, out: Any, terms: Terms) -> Any:
+        """The same where the short way has left something to do: see `native.short_way`."""
+        if found is None:
+            same = the_one_object(terms)
+            return None if all(map(is_, same, terms)) else self._call_again(x, out, *same)
+        if found >= 0:
+            job, status = again.under_way(found)
+            job.resume(status)
+            again.pending.value = 0
+            self._lock.release()
+            return out
+        number, symmetric = divmod(~found, 2)
+        known = again.known[number]
+        if out is None:
+            return self._call_again(x, np.empty(known.shape or (), known.dtype), *terms)
+        source, target = known.arrays(x, out)
         with self._lock:
-            run(start, end, x, out)
+            self._backend.run(known.call, source, target)
+            if again.lacks_job(number, symmetric):
+                again.equip(number, symmetric, self._backend.job(known.call, source, target))
         return out
 
-    def _remember(self, terms: tuple[Any, ...], prepared: Prepared, out: Any) -> None:
+    def _remember(self, terms: Terms, prepared: Prepared, out: Any) -> None:
         """Give calls like this one their short way. To a rank that only brings or only gets, that is one in place."""
         call, source, target, _ = prepared
-        given = source if source is not None else target
-        assert given is not None
-        key = terms, given.dtype, given.shape
+        given = source if source is not None else target if target is not None else _NOTHING
+        if type(given) is not np.ndarray:  # it is on a GPU
+            return
         shape = target.shape if out is None and target is not None else None
-        known = self._again.get(key)
-        if known is None:
-            if len(self._again) == _MOST_AGAIN:
-                self._again.clear()
-            repeat = self._backend.repeat(call, source, target)
-            if target is None:
-                again = Again(lambda start, end, x, _: repeat(start, end, x, None), None, given.size, 0)
-            elif source is None:
-                again = Again(lambda start, end, _, out: repeat(start, end, None, out), None, given.size, 0)
-            else:
-                again = Again(repeat, shape, target.size, self._ahead(call.collective, source, target))
-            self._again[key] = again
-        elif shape is not None:
-            self._again[key] = known._replace(shape=shape)
+        known = Known(call, source is not None, target is not None, shape, given.dtype)
+        count: int = given.size
+        ahead: int | None = 0
+        if source is not None and target is not None:
+            count, ahead = target.size, self._ahead(call.collective, source, target)
+        if self._again is None or not self._again.learn(known, terms, given, count, ahead):
+            self._again = Again(self._backend, self._lock.acquire, self._lock.release)
+            self._again.learn(known, terms, given, count, ahead)
 
     def _reduce(self, x: Any, op: Op = "sum", *, root: int = 0, out: Any = None, **terms: Any) -> Prepared:
         source = self._backend.view(x, "x")
@@ -749,7 +749,7 @@ class Communicator:
             raise ValueError(f"rank {rank} does not exist; this communicator has ranks 0 to {self.size - 1}")
         return rank
 
-    def _make(self, prepared: Prepared, async_op: bool, terms: tuple[Any, ...] | None = None, out: Any = None) -> Any:
+    def _make(self, prepared: Prepared, async_op: bool, terms: Terms | None = None, out: Any = None) -> Any:
         """Make a call. With `terms`, which with dtype and shape of x say all of it, its like goes the short way."""
         call, source, target, result = prepared
         with self._lock:
@@ -823,7 +823,7 @@ def _reduction(op: Op, dtype: DType) -> tuple[str, int]:
     return name, scale
 
 
-_MOST_AGAIN = 1024
+_NOTHING = np.zeros(0, np.uint8)  # a barrier's array
 _PLANNABLE = (
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier",
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,7 +13,12 @@ from collectives import arrays
 from collectives.call import Call
 from collectives.errors import CollectiveError
 
-Repeat = Callable[[int, int, Any, Any], None]  # (address of source, of target, source, target)
+
+class Begun(NamedTuple):
+    """A job that compiled code may begin on its own."""
+
+    address: int
+    resume: Callable[[int], None]  # ends it, given the status that the executor returned
 
 
 class CanFail(Protocol):
@@ -61,6 +66,7 @@ class Backend(ABC):
     rank: int
     size: int
     eager_bytes: int = 0  # see `Communicator.eager_bytes`
+    heap: tuple[int, int] = (0, 0)  # address and bytes of this rank's symmetric memory, where `job` asks for it
 
     @abstractmethod
     def run(self, call: Call, source: Any, target: Any) -> None:
@@ -75,10 +81,10 @@ class Backend(ABC):
         """A function that makes this very call each time it is called, with these arrays. It does not keep them: the
         caller does, or gives them (or what owns them) with each call, to be kept until that call has ended."""
 
-    def repeat(self, call: Call, source: Any, target: Any) -> Repeat:
-        """A function that makes such a call on any arrays like these, given their addresses too (of one that is None,
-        the other's): the short way of a call that is made again and again."""
-        return lambda start, end, source, target: self.run(call, source, target)
+    def job(self, call: Call, source: Any, target: Any) -> Begun | None:
+        """What the short way of `kernels/again.py` needs to make such calls, on any arrays in the same kind of memory;
+        None where they are for `run`."""
+        return None
 
     @abstractmethod
     def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:

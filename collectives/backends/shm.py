@@ -20,7 +20,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from collectives import programs, recorder
 from collectives.arrays import Array, address
-from collectives.backends.base import Backend, Failing, Pending, Repeat
+from collectives.backends.base import Backend, Begun, Failing, Pending
 from collectives.call import INTERNAL, ORDINARY, Call, describe, disagreement, make_call, name_ranks
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
@@ -37,7 +37,7 @@ from collectives.survivors import regroup, rejoin
 from collectives.watch import Watch
 from kernels import native
 from kernels.dtypes import find
-from kernels.executor import DIFFERENT, DONE, SIGNATURE_WORDS
+from kernels.executor import DIFFERENT, DONE, LINK_STOPPED, SIGNATURE_WORDS
 
 # How often a rank looks at a flag before yielding its core, and then before sleeping: where each rank of the host can
 # have a core to itself, and where some share one.
@@ -54,6 +54,7 @@ class Shm(Backend):
 
     name = "shm"
     load = staticmethod(native.load)  # where the executor and its reductions come from
+    short_way = native.SHORT_WAY  # kernels by which compiled code makes calls that it knows, if there are any
     eager_bytes = EAGER_BYTES
 
     def __init__(
@@ -92,16 +93,18 @@ class Shm(Backend):
             patience=self.patience,
         )
         self._heap = Heap(heap, start + room - heap)
-        self._heap_start, self._heap_bytes = host.own.address + heap, start + room - heap
+        self.heap = self._heap_start, self._heap_bytes = host.own.address + heap, start + room - heap
         # Where the members' heaps begin: what a rank publishes of arrays in symmetric memory counts from there.
         self._bases = np.array([segment.address + heap for segment in self._segments], np.int64)
         self._jobs: dict[tuple[Any, ...], list[Job]] = {}
         self._progress: Progress | None = None
         self._failure = ""  # why this communicator is of no further use
         self._closed = False
-        self._unusual = False  # failed, closed or with a queue: a call has more to look at
+        self._unusual = False  # see `_be_unusual`
         self._lookout = Watch(self, lambda: "while this rank compiled kernels")
         self._execute_on = self.kernel("execute_on").call
+        for name in self.short_way:
+            self.kernel(name)
         self._splits = 0
         host.engines.add(self)
         self._signals = Signals(self)
@@ -115,6 +118,7 @@ class Shm(Backend):
             if self.busy:
                 self.start(call, source, target).wait()
                 return
+            self._allow_short_way()
         start, end = self._addresses(source, target)
         free, job = self._take_job(call, start, end, source, target)
         try:
@@ -129,7 +133,7 @@ class Shm(Backend):
         self.check_usable()
         if self._progress is None:
             self._progress = Progress(self)
-            self._unusual = True
+        self._be_unusual()
         start, end = self._addresses(source, target)
         free, job = self._take_job(call, start, end, source, target)
         job.place(self.rank, start, end)
@@ -157,29 +161,17 @@ class Shm(Backend):
 
         return run
 
-    def repeat(self, call: Call, source: Array | None, target: Array | None) -> Repeat:
-        execute_on, rank = self._execute_on, self.rank
-        heap = self._heap_start
-        sizes = [array.nbytes for array in (source, target) if array is not None] or [0]
-        last_start, last_end = self._heap_bytes - sizes[0], self._heap_bytes - sizes[-1]
-        jobs: dict[bool, Job] = {}  # by whether the arrays are in symmetric memory
+    def job(self, call: Call, source: Array | None, target: Array | None) -> Begun | None:
+        if not self.short_way:
+            return None
+        start, end = self._addresses(source, target)
+        _, job = self._take_job(call, start, end, source, target)
 
-        def run(start: int, end: int, source: Array | None, target: Array | None) -> None:
-            if self._unusual:
-                self.run(call, source, target)
-                return
-            symmetric = 0 <= start - heap <= last_start and 0 <= end - heap <= last_end
-            job = jobs.get(symmetric)
-            if job is None:
-                job = jobs[symmetric] = self._take_job(call, start, end, source, target)[1]
-            try:
-                if status := execute_on(job.address, rank, start, end):
-                    self.complete(job, call, status)
-            except BaseException as error:
-                self.fail(error)
-                raise
+        def resume(status: int) -> None:
+            with Failing(self):
+                self.complete(job, call, status)
 
-        return run
+        return Begun(job.address, resume)
 
     @staticmethod
     def _addresses(source: Array | None, target: Array | None) -> tuple[int, int]:
@@ -291,9 +283,21 @@ class Shm(Backend):
         """This communicator is of no further use: remember why, and let the peers know."""
         if not self._failure:
             mine = error if isinstance(error, CollectiveError) else CollectiveError(f"{type(error).__name__}: {error}")
-            self._failure, self._unusual = str(mine) or type(mine).__name__, True
+            self._failure = str(mine) or type(mine).__name__
+            self._be_unusual()
             if not self._closed:
                 self.regions[self.rank].leave(FAILED, {"kind": type(mine).__name__, "text": str(mine)})
+
+    def _be_unusual(self) -> None:
+        """From now on, as this communicator has failed, is closed or has a queue, a call has more to look at."""
+        self._unusual = True
+        self.link.words[LINK_STOPPED] = 1
+
+    def _allow_short_way(self) -> None:
+        """Let compiled code make calls by itself again, as the queue is empty: until the next one is put into it."""
+        self.link.words[LINK_STOPPED] = 0
+        if self._failure or self._closed:  # in another thread, just now
+            self.link.words[LINK_STOPPED] = 1
 
     @property
     def busy(self) -> bool:
@@ -485,14 +489,16 @@ class Shm(Backend):
         self._failure = reason
         if self._progress is not None:
             self._progress.disown(CollectiveError(reason))
-        self._closed, self._unusual, self._progress = True, True, None
+        self._closed, self._progress = True, None
+        self._be_unusual()
 
     def close(self) -> None:
         if self._closed:
             return
         if self._progress is not None:
             self._progress.close()
-        self._closed, self._unusual = True, True
+        self._closed = True
+        self._be_unusual()
         if not self._failure:
             self.regions[self.rank].leave(CLOSED, {})
         if self.arena:

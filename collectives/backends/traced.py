@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from collectives.backends.around import Around
-from collectives.backends.base import Backend, Pending, Repeat
+from collectives.backends.base import Backend, Pending
 from collectives.call import Call, describe
 from collectives.timeline import COMMUNICATION, COMPUTE, Timeline
 
@@ -28,10 +28,6 @@ class Traced(Around):
     def plan(self, call: Call, source: Any, target: Any) -> Callable[..., None]:
         plan, name = self._inner.plan(call, source, target), describe(call.signature())
         return lambda keep=None: self._note(name, lambda: plan(keep))
-
-    def repeat(self, call: Call, source: Any, target: Any) -> Repeat:
-        repeat, name = self._inner.repeat(call, source, target), describe(call.signature())
-        return lambda start, end, source, target: self._note(name, lambda: repeat(start, end, source, target))
 
     def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:
         told = [f"send to {peer}" for _, peer, _ in sends] + [f"recv from {peer}" for _, peer, _ in receives]

@@ -19,7 +19,7 @@ from numba.core.datamodel import PrimitiveModel
 from numba.core.extending import intrinsic, register_model
 from numba.core.registry import cpu_target
 
-from kernels import atomic, elementwise, executor, lowlatency, optimizers, pace, progress, quantize
+from kernels import again, atomic, elementwise, executor, lowlatency, optimizers, pace, progress, quantize
 from kernels.dtypes import DType, find
 from kernels.portable import bind
 from kernels.targets.groups import Vector, group_bodies, optimizer_bodies
@@ -316,9 +316,9 @@ def _optimizer(rule: str, dtype: str) -> dict[str, Any]:
 
 
 def compile_function(name: str) -> bytes:
-    """Object code for this processor of `execute`, of a function of `kernels/progress.py`, `atomic.py`, `quantize.py`
-    or `pace.py`, of `reduce-<dtype>-<operation>`, `small-<dtype>-<operation>` (`kernels/lowlatency.py`), or of
-    `sgd-<dtype>` and `adamw-<dtype>` (`kernels/optimizers.py`).
+    """Object code for this processor of `execute`, of a function of `kernels/progress.py`, `again.py`, `atomic.py`,
+    `quantize.py` or `pace.py`, of `reduce-<dtype>-<operation>`, `small-<dtype>-<operation>` (`kernels/lowlatency.py`),
+    or of `sgd-<dtype>` and `adamw-<dtype>` (`kernels/optimizers.py`).
 
     It holds two symbols to use: `native`, in Numba's calling convention, and `python`, a METH_FASTCALL function.
     """
@@ -334,7 +334,7 @@ def compile_function(name: str) -> bytes:
         source = optimizers.update
         inner = bind(source, _optimizer(kind, *names), _jit)
     else:
-        home = next((module for module in (progress, atomic, quantize, pace) if hasattr(module, name)), executor)
+        home = next((module for module in (progress, again, atomic, quantize, pace) if hasattr(module, name)), executor)
         source = getattr(home, name)
         inner = bind(source, PRIMITIVES, _jit, _bound)
     arguments = source.__code__.co_argcount
