@@ -50,7 +50,7 @@ class Again:
         self._objects: list[object] = [acquire, release]  # whose addresses are in the table
         self.known: list[Known] = []
         self.pending = ctypes.c_int64.from_address(self._address + 8 * layout.TABLE_PENDING)
-        self.call = native.short_way(self._words)
+        self.call = native.short_way(self._address)
 
     def learn(self, known: Known, terms: Terms, x: Array, count: int, ahead: int | None) -> bool:
         """Remember a call, if there is room: whether there is.

@@ -205,3 +205,14 @@ def go(table: int, number: int) -> int:
     status = execute_on(load_word(row + 8 * ROW_JOB), load_word(table + 8 * TABLE_RANK), source, target)
     store_word(row + 8 * ROW_STATUS, status)
     return status
+
+
+@portable
+def short_way(
+    table: int, number: int, x: int, out: int, collective: int, op: int, root: int, algorithm: int, async_op: int
+) -> int:
+    """The two halves of a call, between which the interpreter's lock is let go: `admit`, where the number is UNKNOWN,
+    and `go`."""
+    if number == UNKNOWN:
+        return admit(table, x, out, collective, op, root, algorithm, async_op)
+    return go(table, number)

@@ -23,21 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
-import numpy as np
-import numpy.typing as npt
 
-from kernels.again import TABLE_ACQUIRE, TABLE_NONE, TABLE_PENDING, TABLE_RELEASE, UNKNOWN
+from kernels.again import READABLE, WRITABLE
 
 
-@dataclass(frozen=True)
-class Native:
-    """A compiled function: `call(*integers)` from Python, without the GIL; `address` for other compiled code."""
-
-    call: Callable[..., int]
-    address: int
-
-
-class _MethodDef(ctypes.Structure):
+class MethodDef(ctypes.Structure):
     """CPython's PyMethodDef."""
 
     _fields_ = [
@@ -46,6 +36,15 @@ class _MethodDef(ctypes.Structure):
         ("flags", ctypes.c_int),
         ("doc", ctypes.c_char_p),
     ]
+
+
+@dataclass(frozen=True)
+class Native:
+    """A compiled function: `call(*integers)` from Python, without the GIL; `address` for other compiled code."""
+
+    call: Callable[..., int]
+    address: int
+    method: MethodDef | None = None
 
 
 _METH_O, _METH_FASTCALL = 0x0008, 0x0080
@@ -82,6 +81,23 @@ def load(name: str, meanwhile: Callable[[], None] | None = None) -> Native:
 
 
 _loaded: dict[str, Native] = {}
+
+
+def short_way(table: int) -> Callable[..., Any]:
+    """A function (x, out, collective, op, root, algorithm, async_op) that makes a call which the table at this address,
+    laid out by `kernels/again.py`, knows: with the communicator's lock, without the interpreter's.
+
+    It returns `out`; None where the table does not know the call; or a number. That is `~(2 * row + symmetric)` where
+    Python has something to do before (see `again.admit`), or a row's: its call has begun and not ended, and the
+    communicator's lock is still held.
+    """
+    method = load(SHORT_WAY).method
+    assert method is not None
+    function: Callable[..., Any] = _new_function(ctypes.addressof(method), table, None)
+    return function
+
+
+SHORT_WAY = "short_way"  # the kernel that it is
 
 
 def cached(name: str, make: Callable[[], bytes], meanwhile: Callable[[], None] | None = None) -> bytes:
@@ -141,110 +157,6 @@ read:
   ret ptr %object
 }
 """
-_C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x001, 0x100, 0x400
-
-
-# METH_FASTCALL, see `short_way`: `self` is a NumPy array, the table of `kernels/again.py`; the arguments are those of
-# its `admit`, as objects. Words of the table that stand for objects are used as they are.
-_SHORT_WAY = """
-declare ptr @PyObject_CallNoArgs(ptr)
-declare ptr @PyLong_FromLongLong(i64)
-declare i64 @PyThread_get_thread_ident()
-declare ptr @PyEval_SaveThread()
-declare void @PyEval_RestoreThread(ptr)
-declare void @Py_IncRef(ptr)
-declare void @Py_DecRef(ptr)
-define ptr @python(ptr %self, ptr %args, i64 %count) {
-  %place = getelementptr i8, ptr %self, i64 HEADER
-  %table = load ptr, ptr %place
-  %word = ptrtoint ptr %table to i64
-  %none_at = getelementptr i64, ptr %table, i64 NONE
-  %none = load ptr, ptr %none_at
-  %acquire_at = getelementptr i64, ptr %table, i64 ACQUIRE
-  %acquire = load ptr, ptr %acquire_at
-  %release_at = getelementptr i64, ptr %table, i64 RELEASE
-  %release = load ptr, ptr %release_at
-  %result = alloca i64
-  %exception = alloca ptr
-  %enough = icmp eq i64 %count, 7
-  br i1 %enough, label %lock, label %unknown
-lock:
-  %locked = call ptr @PyObject_CallNoArgs(ptr %acquire)
-  %failed = icmp eq ptr %locked, null
-  br i1 %failed, label %fail, label %look
-fail:
-  ret ptr null
-look:
-  call void @Py_DecRef(ptr %locked)LOADS
-  %looked = call i32 inttoptr (i64 ADMIT to ptr)(ptr %result, ptr %exception, i64 %wordARGUMENTS)
-  %number = load i64, ptr %result
-  %known = icmp sge i64 %number, 0
-  br i1 %known, label %run, label %leave
-run:
-  %thread = call ptr @PyEval_SaveThread()
-  %ran = call i32 inttoptr (i64 GO to ptr)(ptr %result, ptr %exception, i64 %word, i64 %number)
-  call void @PyEval_RestoreThread(ptr %thread)
-  %status = load i64, ptr %result
-  %done = icmp eq i64 %status, 0
-  br i1 %done, label %leave, label %keep
-keep:
-  %me = call i64 @PyThread_get_thread_ident()
-  %pending = getelementptr i64, ptr %table, i64 PENDING
-  store i64 %me, ptr %pending
-  br label %tell
-leave:
-  %unlocked = call ptr @PyObject_CallNoArgs(ptr %release)
-  %lost = icmp eq ptr %unlocked, null
-  br i1 %lost, label %fail, label %answer
-answer:
-  call void @Py_DecRef(ptr %unlocked)
-  br i1 %known, label %made, label %refused
-made:
-  call void @Py_IncRef(ptr %o1)
-  ret ptr %o1
-refused:
-  %strange = icmp eq i64 %number, UNKNOWN
-  br i1 %strange, label %unknown, label %tell
-unknown:
-  call void @Py_IncRef(ptr %none)
-  ret ptr %none
-tell:
-  %told = call ptr @PyLong_FromLongLong(i64 %number)
-  ret ptr %told
-}
-"""
-
-
-SHORT_WAY: tuple[str, ...] = ("admit", "go")  # the functions of `kernels/again.py` that it is made of
-
-
-def short_way(table: npt.NDArray[np.int64]) -> Callable[..., Any]:
-    """A function (x, out, collective, op, root, algorithm, async_op) that makes a call which `table`, laid out by
-    `kernels/again.py`, knows, without the interpreter lock but with the communicator's: the cheapest way from Python.
-
-    It returns `out`; None where the table does not know the call; or a number. That is `~(2 * row + symmetric)` where
-    Python has something to do before (see `again.admit`), or a row's: its call has begun and not ended, and the
-    communicator's lock is still held.
-    """
-    return _new_function(ctypes.addressof(_short_way_method()), table, None)
-
-
-@cache
-def _short_way_method() -> _MethodDef:
-    loads = "".join(
-        f"""
-  %p{i} = getelementptr ptr, ptr %args, i64 {i}
-  %o{i} = load ptr, ptr %p{i}
-  %a{i} = ptrtoint ptr %o{i} to i64"""
-        for i in range(7)
-    )
-    source = _SHORT_WAY.replace("LOADS", loads).replace("ARGUMENTS", "".join(f", i64 %a{i}" for i in range(7)))
-    words = {"NONE": TABLE_NONE, "ACQUIRE": TABLE_ACQUIRE, "RELEASE": TABLE_RELEASE, "PENDING": TABLE_PENDING}
-    words |= {"HEADER": object.__basicsize__, "UNKNOWN": UNKNOWN}
-    words |= {name.upper(): load(name).address for name in SHORT_WAY}
-    for name, word in words.items():
-        source = source.replace(name, str(word))
-    return _method("short_way", _new_engine(source), _METH_FASTCALL)
 
 
 @cache
@@ -252,9 +164,9 @@ def address_function(writable: bool) -> Callable[[Any], int]:
     """A function from a numpy.ndarray (it must be one) to the address of its data: many times as fast as NumPy's and
     ctypes' ways. It raises ValueError for an array that is not C-contiguous and aligned and, if asked for, writable.
     """
-    wanted = _C_CONTIGUOUS | _ALIGNED | _WRITEABLE * writable
+    wanted = WRITABLE if writable else READABLE
     source = _ADDRESS.replace("HEADER", str(object.__basicsize__)).replace("WANTED", str(wanted))
-    return _function("address", _new_engine(source), _METH_O, ValueError)
+    return _function(_method("address", _new_engine(source), _METH_O), ValueError)
 
 
 def _read(path: Path) -> bytes | None:
@@ -317,27 +229,25 @@ def _link(name: str, code: bytes) -> Native:
     engine = _new_engine("")
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return Native(_function(name, engine, _METH_FASTCALL), engine.get_function_address("native"))
+    method = _method(name, engine, _METH_FASTCALL)
+    return Native(_function(method), engine.get_function_address("native"), method)
 
 
-def _function(
-    name: str, engine: llvm.ExecutionEngine, flags: int, error: type[Exception] = TypeError
-) -> Callable[..., int]:
-    """The symbol `python` as a function of Python's. It lives as long as the process."""
-    method = _method(name, engine, flags)
+def _method(name: str, engine: llvm.ExecutionEngine, flags: int) -> MethodDef:
+    """The symbol `python` as CPython has functions described. It and its code live as long as the process."""
+    method = MethodDef(name.encode(), engine.get_function_address("python"), flags, None)
+    _linked.append((engine, method))
+    return method
+
+
+def _function(method: MethodDef, error: type[Exception] = TypeError) -> Callable[..., int]:
+    """A function of Python's."""
     # Its `self` is the error it may raise: in a process with Numba, the symbol PyExc_TypeError means something else.
     function: Callable[..., int] = _new_function(ctypes.addressof(method), error, None)
     return function
 
 
-def _method(name: str, engine: llvm.ExecutionEngine, flags: int) -> _MethodDef:
-    """The symbol `python` as CPython's description of a method. It and its code live as long as the process."""
-    method = _MethodDef(name.encode(), engine.get_function_address("python"), flags, None)
-    _linked.append((engine, method))
-    return method
-
-
-_linked: list[tuple[llvm.ExecutionEngine, _MethodDef]] = []
+_linked: list[tuple[llvm.ExecutionEngine, MethodDef]] = []
 
 
 def _new_engine(source: str) -> llvm.ExecutionEngine:

@@ -54,7 +54,7 @@ class Shm(Backend):
 
     name = "shm"
     load = staticmethod(native.load)  # where the executor and its reductions come from
-    short_way = native.SHORT_WAY  # kernels by which compiled code makes calls that it knows, if there are any
+    short_way = True  # whether compiled code may make calls that it knows
     eager_bytes = EAGER_BYTES
 
     def __init__(
@@ -103,8 +103,8 @@ class Shm(Backend):
         self._unusual = False  # see `_be_unusual`
         self._lookout = Watch(self, lambda: "while this rank compiled kernels")
         self._execute_on = self.kernel("execute_on").call
-        for name in self.short_way:
-            self.kernel(name)
+        if self.short_way:
+            self.kernel(native.SHORT_WAY)
         self._splits = 0
         host.engines.add(self)
         self._signals = Signals(self)

@@ -16,4 +16,4 @@ class Sim(Shm):
 
     name = "sim"
     load = staticmethod(sim.load)
-    short_way = ()
+    short_way = False

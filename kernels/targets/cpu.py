@@ -320,7 +320,8 @@ def compile_function(name: str) -> bytes:
     `quantize.py` or `pace.py`, of `reduce-<dtype>-<operation>`, `small-<dtype>-<operation>` (`kernels/lowlatency.py`),
     or of `sgd-<dtype>` and `adamw-<dtype>` (`kernels/optimizers.py`).
 
-    It holds two symbols to use: `native`, in Numba's calling convention, and `python`, a METH_FASTCALL function.
+    It holds two symbols to use: `native`, in Numba's calling convention, and `python`, a METH_FASTCALL function of
+    integers; that of `short_way` takes objects: see `native.short_way`.
     """
     kind, *names = name.split("-")
     source: Callable[..., Any]
@@ -342,7 +343,8 @@ def compile_function(name: str) -> bytes:
     inner.compile(signature)
     result = inner.overloads[signature.args]
     native = result.fndesc.llvm_func_name
-    text = result.library.get_llvm_str() + _python_wrapper(native, arguments)
+    wrapper = _short_way(native) if source is again.short_way else _python_wrapper(native, arguments)
+    text = result.library.get_llvm_str() + wrapper
     module = llvm.parse_assembly(text)
     module.verify()
     foreign = {f.name for f in module.functions if f.is_declaration} - _KNOWN
@@ -361,6 +363,7 @@ _KNOWN = {
     "PyLong_AsLongLong", "PyLong_FromLongLong", "PyErr_Occurred",
 }  # fmt: skip
 _KNOWN |= {"PyErr_SetString", "PyEval_SaveThread", "PyEval_RestoreThread"}
+_KNOWN |= {"PyObject_CallNoArgs", "PyThread_get_thread_ident", "Py_IncRef", "Py_DecRef"}
 
 
 def _python_wrapper(native: str, count: int) -> str:
@@ -405,5 +408,84 @@ run:
   %value = load i64, ptr %result
   %object = call ptr @PyLong_FromLongLong(i64 %value)
   ret ptr %object
+}}
+"""
+
+
+def _short_way(native: str) -> str:
+    """LLVM text of `python` for `again.short_way`. `self` is the table's address; the arguments are as for `admit`."""
+    loads = "".join(
+        f"""
+  %p{i} = getelementptr ptr, ptr %args, i64 {i}
+  %o{i} = load ptr, ptr %p{i}
+  %a{i} = ptrtoint ptr %o{i} to i64"""
+        for i in range(7)
+    )
+    objects = "".join(f", i64 %a{i}" for i in range(7))
+    return f"""
+declare ptr @PyObject_CallNoArgs(ptr)
+declare i64 @PyLong_AsLongLong(ptr)
+declare ptr @PyLong_FromLongLong(i64)
+declare i64 @PyThread_get_thread_ident()
+declare ptr @PyEval_SaveThread()
+declare void @PyEval_RestoreThread(ptr)
+declare void @Py_IncRef(ptr)
+declare void @Py_DecRef(ptr)
+define ptr @python(ptr %self, ptr %args, i64 %count) {{
+  %result = alloca i64
+  %exception = alloca ptr
+  %address = call i64 @PyLong_AsLongLong(ptr %self)
+  %table = inttoptr i64 %address to ptr
+  %none_at = getelementptr i64, ptr %table, i64 {again.TABLE_NONE}
+  %none = load ptr, ptr %none_at
+  %enough = icmp eq i64 %count, 7
+  br i1 %enough, label %lock, label %unknown
+lock:
+  %acquire_at = getelementptr i64, ptr %table, i64 {again.TABLE_ACQUIRE}
+  %acquire = load ptr, ptr %acquire_at
+  %locked = call ptr @PyObject_CallNoArgs(ptr %acquire)
+  %failed = icmp eq ptr %locked, null
+  br i1 %failed, label %fail, label %look
+fail:
+  ret ptr null
+look:
+  call void @Py_DecRef(ptr %locked){loads}
+  %looked = call i32 @{native}(ptr %result, ptr %exception, i64 %address, i64 {again.UNKNOWN}{objects})
+  %number = load i64, ptr %result
+  %admitted = icmp sge i64 %number, 0
+  br i1 %admitted, label %go, label %leave
+go:
+  %thread = call ptr @PyEval_SaveThread()
+  %gone = call i32 @{native}(ptr %result, ptr %exception, i64 %address, i64 %number{objects})
+  call void @PyEval_RestoreThread(ptr %thread)
+  %status = load i64, ptr %result
+  %done = icmp eq i64 %status, 0
+  br i1 %done, label %leave, label %keep
+keep:
+  %me = call i64 @PyThread_get_thread_ident()
+  %pending = getelementptr i64, ptr %table, i64 {again.TABLE_PENDING}
+  store i64 %me, ptr %pending
+  br label %tell
+leave:
+  %release_at = getelementptr i64, ptr %table, i64 {again.TABLE_RELEASE}
+  %release = load ptr, ptr %release_at
+  %released = call ptr @PyObject_CallNoArgs(ptr %release)
+  %lost = icmp eq ptr %released, null
+  br i1 %lost, label %fail, label %answer
+answer:
+  call void @Py_DecRef(ptr %released)
+  br i1 %admitted, label %made, label %refused
+made:
+  call void @Py_IncRef(ptr %o1)
+  ret ptr %o1
+refused:
+  %strange = icmp eq i64 %number, {again.UNKNOWN}
+  br i1 %strange, label %unknown, label %tell
+unknown:
+  call void @Py_IncRef(ptr %none)
+  ret ptr %none
+tell:
+  %told = call ptr @PyLong_FromLongLong(i64 %number)
+  ret ptr %told
 }}
 """
