@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays import Array
-from collectives.backends.base import Backend, Begun
+from collectives.backends.base import Backend, Ready
 from collectives.call import Call, PremulSum
 from kernels import again as layout
 from kernels import native
@@ -29,7 +29,7 @@ class Known:
     has_target: bool
     shape: tuple[int, ...] | None  # of a new array for the result, if such a call was made
     dtype: np.dtype[Any]
-    jobs: dict[int, Begun] = field(default_factory=dict)  # by address
+    jobs: dict[int, Ready] = field(default_factory=dict)  # by address
 
     def arrays(self, x: Array, out: Array) -> tuple[Array | None, Array | None]:
         """Source and target."""
@@ -89,13 +89,13 @@ class Again:
         """Whether a call has no job for arrays that all are in symmetric memory, or not."""
         return not self._rows[number, layout.ROW_JOBS + symmetric]
 
-    def equip(self, number: int, symmetric: int, job: Begun | None) -> None:
+    def equip(self, number: int, symmetric: int, job: Ready | None) -> None:
         """Give it one, if there is such."""
         if job is not None:
             self.known[number].jobs[job.address] = job
             self._rows[number, layout.ROW_JOBS + symmetric] = job.address
 
-    def under_way(self, number: int) -> tuple[Begun, int]:
+    def under_way(self, number: int) -> tuple[Ready, int]:
         """The job that a call has begun and not ended, and its status."""
         row = self._rows[number]
         return self.known[number].jobs[int(row[layout.ROW_JOB])], int(row[layout.ROW_STATUS])

@@ -14,11 +14,11 @@ from collectives.call import Call
 from collectives.errors import CollectiveError
 
 
-class Begun(NamedTuple):
-    """A job that compiled code may begin on its own."""
+class Ready(NamedTuple):
+    """A job that compiled code may run on its own."""
 
     address: int
-    resume: Callable[[int], None]  # ends it, given the status that the executor returned
+    resume: Callable[[int], None]  # goes on with it, given the status that the executor returned, to its end
 
 
 class CanFail(Protocol):
@@ -81,7 +81,7 @@ class Backend(ABC):
         """A function that makes this very call each time it is called, with these arrays. It does not keep them: the
         caller does, or gives them (or what owns them) with each call, to be kept until that call has ended."""
 
-    def job(self, call: Call, source: Any, target: Any) -> Begun | None:
+    def job(self, call: Call, source: Any, target: Any) -> Ready | None:
         """What the short way of `kernels/again.py` needs to make such calls, on any arrays in the same kind of memory;
         None where they are for `run`."""
         return None

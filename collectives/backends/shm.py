@@ -20,7 +20,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from collectives import programs, recorder
 from collectives.arrays import Array, address
-from collectives.backends.base import Backend, Begun, Failing, Pending
+from collectives.backends.base import Backend, Failing, Pending, Ready
 from collectives.call import INTERNAL, ORDINARY, Call, describe, disagreement, make_call, name_ranks
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
@@ -161,7 +161,7 @@ class Shm(Backend):
 
         return run
 
-    def job(self, call: Call, source: Array | None, target: Array | None) -> Begun | None:
+    def job(self, call: Call, source: Array | None, target: Array | None) -> Ready | None:
         if not self.short_way:
             return None
         start, end = self._addresses(source, target)
@@ -171,7 +171,7 @@ class Shm(Backend):
             with Failing(self):
                 self.complete(job, call, status)
 
-        return Begun(job.address, resume)
+        return Ready(job.address, resume)
 
     @staticmethod
     def _addresses(source: Array | None, target: Array | None) -> tuple[int, int]:
