@@ -53,7 +53,8 @@ class Crew:
         except (EOFError, ConnectionError):
             self.close()
             raise
-        if not all(usable for _, usable in answers):
+        if troubles := [trouble for _, trouble in answers if trouble]:
+            print(f"the crew of {len(answers)} ends here:", *troubles, sep="\n", file=sys.stderr)
             self.close()
         return [answer for answer, _ in answers]
 
@@ -85,7 +86,11 @@ class Crews:
     def __call__(self, fn: Callable[..., Any], size: int, args: Sequence[Any] = ()) -> list[Any]:
         kind = size, *sorted(item for item in os.environ.items() if item[0].startswith("MGPU_"))
         crew = self._crews.get(kind)
-        if crew is None or not crew.works:
+        if crew is not None and not crew.works:
+            del self._crews[kind]
+            crew.close()  # raises what ended it, if that was nobody's wish
+            crew = None
+        if crew is None:
             crew = self._crews[kind] = Crew(size)
         return crew.run(fn, args)
 
@@ -106,13 +111,13 @@ def _first(pair: tuple[Any, Any]) -> Any:
     return pair[0]
 
 
-def _usable(comm: Communicator) -> bool:
-    """Not after what some tests provoke."""
+def _trouble(comm: Communicator) -> str:
+    """Why it is of no further use after what some tests provoke; empty if it is."""
     try:
         comm.check()
-    except collectives.CollectiveError:
-        return False
-    return True
+    except collectives.CollectiveError as error:
+        return str(error)
+    return ""
 
 
 def _serve(comm: Communicator, door: str) -> None:
@@ -128,6 +133,6 @@ def _serve(comm: Communicator, door: str) -> None:
                 return
             fn, args = _unpack(*pickle.loads(connection.recv_bytes())[:3])
             answer = fn(comm, *args)
-            connection.send((answer, _usable(comm)))
+            connection.send((answer, _trouble(comm)))
             del answer
             gc.collect()  # what one test has dropped is no concern of the next
