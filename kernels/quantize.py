@@ -167,11 +167,13 @@ def pack_blocks(dst: int, src: int, blocks: int, block: int, code: int, lane: in
             largest = max(largest, load_bits(values + 4 * i) & 0x7FFFFFFF)  # NaN is the largest of all
         scale = scale_for(largest, code)
         store_bits(record, scale)
-        for i in range(block):
-            byte = 0
-            if 0 < scale < _INFINITY:
-                byte = encode(divide_floats(load_bits(values + 4 * i), scale), code)
-            store_byte(record + 4 + i, byte)
+        codes = record + SCALE_BYTES
+        if 0 < scale < _INFINITY:
+            for i in range(block):
+                store_byte(codes + i, encode(divide_floats(load_bits(values + 4 * i), scale), code))
+        else:
+            for i in range(block):
+                store_byte(codes + i, 0)
         b += lanes
     return 0
 
