@@ -1,9 +1,8 @@
-"""`mgpu bench pack`: many tensors into one flat bucket and back, beside `np.concatenate` and one copy of as many bytes.
+"""`mgpu bench pack`: many tensors into one flat bucket and back, beside one copy of as many bytes.
 
-    pack          kernels.pack.pack: tensors to their places in a bucket that exists
-    concatenate   np.concatenate(tensors, out=bucket)
-    unpack        kernels.pack.unpack: a bucket's parts back into the tensors
-    copy          np.copyto of one array of the same size: the limit
+    pack      what comm.all_reduce does with a list of arrays first
+    unpack    and last
+    copy      np.copyto of one array of the same size: the limit
 
 On the CPU; the kernel for GPUs is timed by `python -m bench.gpu_check`. Sizes are all tensors' together; a tensor is a
 multiple of 64 bytes, and the largest is a few hundred times the smallest. Each way has a process of its own, and they
@@ -28,9 +27,9 @@ from bench.crew import Launch, python, start
 from bench.inputs import Array
 from bench.samples import Measurement, Row, summarise, write_json
 from bench.worker import sample_with
-from kernels import pack
+from collectives import arrays
 
-WAYS = ("pack", "concatenate", "unpack", "copy")
+WAYS = ("pack", "unpack", "copy")
 _UNIT = 16  # elements: 64 bytes of float32
 
 
@@ -98,9 +97,8 @@ class Packing(InHostMemory):
         starts = [0, *ends[:-1]]
         given, wanted = ([array[a:b] for a, b in zip(starts, ends)] for array in (x, out))
         calls: dict[str, Callable[[], object]] = {
-            "pack": partial(pack.pack, given, out, starts),
-            "concatenate": partial(np.concatenate, given, out=out),
-            "unpack": partial(pack.unpack, x, wanted, starts),
+            "pack": partial(arrays.join, given, out),
+            "unpack": partial(arrays.part, x, wanted),
             "copy": partial(np.copyto, out, x),
         }
         return calls[self._way]

@@ -7,6 +7,7 @@ recognised by their types' names, so neither is imported unless the caller alrea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -71,6 +72,20 @@ def address(array: Any) -> int:
         return readable_address(array)
     except ValueError:  # not aligned, say
         return int(array.__array_interface__["data"][0])
+
+
+def join(arrays: Sequence[Array], flat: Array) -> None:
+    """Copy arrays into a flat one of the same dtype, one after another: they fill it."""
+    np.concatenate([array.reshape(-1) for array in arrays], out=flat)
+
+
+def part(flat: Array, arrays: Sequence[Array]) -> None:
+    """The way back."""
+    start = 0
+    for array in arrays:
+        end = start + array.size
+        array[...] = flat[start:end].reshape(array.shape)
+        start = end
 
 
 def contiguous(array: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -117,13 +117,11 @@ class Backend(ABC):
 
     def pack(self, sources: Sequence[Any], bucket: Any) -> None:
         """Copy arrays of one dtype, as `view` gives them, into a flat one, one after another."""
-        for source, part in zip(sources, _parts(bucket, sources)):
-            self.assign(part, source.reshape(-1))
+        arrays.join(sources, bucket)
 
     def unpack(self, bucket: Any, targets: Sequence[Any]) -> None:
         """The way back."""
-        for target, part in zip(targets, _parts(bucket, targets)):
-            self.assign(target, part)
+        arrays.part(bucket, targets)
 
     @abstractmethod
     def signal(self, rank: int) -> None:
@@ -172,10 +170,3 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Closing twice is fine."""
-
-
-def _parts(bucket: Any, arrays_: Sequence[Any]) -> Iterator[Any]:
-    start = 0
-    for array in arrays_:
-        yield bucket[start : start + array.size]
-        start += array.size
