@@ -52,7 +52,7 @@ class Progress:
         self.failure: tuple[int, BaseException] | None = None  # the number of the call that failed, and why
         self._thread = threading.Thread(target=self._work, name="mgpu progress", daemon=True)
         self._thread.start()
-        atexit.register(_close, weakref.ref(self))
+        _alive.add(self)
 
     @property
     def completed(self) -> int:
@@ -134,10 +134,13 @@ class Progress:
             self._thread.join()
 
 
-def _close(progress: Callable[[], Progress | None]) -> None:
-    alive = progress()
-    if alive is not None:
-        alive.close()
+_alive: weakref.WeakSet[Progress] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for progress in list(_alive):
+        progress.close()
 
 
 class Ticket(Pending):
