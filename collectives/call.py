@@ -66,6 +66,11 @@ class Call:
         return what | self.root << 24 | algorithm << 40, self.count, self.scale, counts
 
 
+def padded(nbytes: int) -> int:
+    """Bytes in which to send a text of `nbytes`: one of few lengths, since each is a kind of call of its own."""
+    return 1 << max(6, (nbytes - 1).bit_length())
+
+
 @lru_cache(maxsize=8192)
 def make_call(
     collective: str,

@@ -32,7 +32,7 @@ from collectives import arrays
 from collectives.again import Again, Known, Terms, the_one_object
 from collectives.arrays import Array
 from collectives.backends.base import Backend, Pending
-from collectives.call import Call, PremulSum, make_call, scale_bits
+from collectives.call import Call, PremulSum, make_call, padded, scale_bits
 from collectives.errors import CollectiveError
 from kernels.dtypes import OPERATIONS, DType, find
 
@@ -260,6 +260,7 @@ class Communicator:
         holds; nothing is unpickled).
         """
         text = json.dumps(value).encode() if self.rank == root else b""
+        text = text.ljust(padded(len(text)))  # JSON allows spaces
         length = np.array([len(text)], np.int64)
         self.broadcast(length, root=root)
         data = np.frombuffer(text, np.uint8).copy() if self.rank == root else np.empty(int(length[0]), np.uint8)

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from numpy.lib.array_utils import byte_bounds
 from collectives import programs, recorder
 from collectives.arrays import Array, address
 from collectives.backends.base import Backend, Failing, Pending, Ready
-from collectives.call import INTERNAL, ORDINARY, Call, describe, disagreement, make_call, name_ranks
+from collectives.call import INTERNAL, ORDINARY, Call, describe, disagreement, make_call, name_ranks, padded
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
 from collectives.host import ARENAS, Birth, Host
@@ -101,14 +102,16 @@ class Shm(Backend):
         self._failure = ""  # why this communicator is of no further use
         self._closed = False
         self._unusual = False  # see `_be_unusual`
-        self._lookout = Watch(self, lambda: "while this rank compiled kernels")
+        # Its parts do not keep it alive, so that one that is closed and dropped goes at once, with its jobs.
+        weak = weakref.proxy(self)
+        self._lookout = Watch(weak, lambda: "while this rank compiled kernels")
         self._execute_on = self.kernel("execute_on").call
         if self.short_way:
             self.kernel(native.SHORT_WAY)
         self._splits = 0
         host.engines.add(self)
-        self._signals = Signals(self)
-        self._streams = Streams(self, [segment.address + mail for segment in self._segments], mail)
+        self._signals = Signals(weak)
+        self._streams = Streams(weak, [segment.address + mail for segment in self._segments], mail)
 
     # Calls
 
@@ -371,10 +374,10 @@ class Shm(Backend):
         """Every rank's payload, by rank."""
         lengths = np.zeros(self.size, np.int64)
         self.run(make_call("all_gather", find("int64"), 1, scale=INTERNAL), np.array([len(payload)]), lengths)
-        room = int(lengths.max())
-        padded = np.frombuffer(payload.ljust(room, b"\0"), np.uint8)
+        room = padded(int(lengths.max()))
+        given = np.frombuffer(payload.ljust(room, b"\0"), np.uint8)
         gathered = np.empty((self.size, room), np.uint8)
-        self.run(make_call("all_gather", _BYTE, room, scale=INTERNAL), padded, gathered)
+        self.run(make_call("all_gather", _BYTE, room, scale=INTERNAL), given, gathered)
         return [row[:length].tobytes() for row, length in zip(gathered, lengths.tolist(), strict=True)]
 
     # Messages, families, endings
@@ -497,7 +500,7 @@ class Shm(Backend):
             return
         if self._progress is not None:
             self._progress.close()
-        self._closed = True
+        self._closed, self._progress = True, None
         self._be_unusual()
         if not self._failure:
             self.regions[self.rank].leave(CLOSED, {})

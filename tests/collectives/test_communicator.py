@@ -442,6 +442,23 @@ def not_json(comm: Communicator) -> str:
     return "nothing"
 
 
+def texts_of_many_lengths(comm: Communicator) -> int:
+    """Jobs that are kept more after objects and agreements of ever new lengths."""
+    jobs = comm._backend._jobs  # type: ignore[attr-defined]
+    before = len(jobs)
+    for length in range(120):
+        assert comm.broadcast_object("x" * length) == "x" * length
+    arrays = [comm.empty(length) for length in range(0, 120, 8)]
+    while arrays:
+        arrays.pop()
+        comm.empty(1)
+    return len(jobs) - before
+
+
+def test_texts_are_of_few_kinds(crew: Crews) -> None:
+    assert max(crew(texts_of_many_lengths, 2)) <= 6
+
+
 def test_broadcast_object_of_what_json_does_not_hold() -> None:
     first, second = collectives.spawn(not_json, 2)
     assert "set is not JSON serializable" in first

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,35 @@ def drops_its_parent(comm: Communicator) -> list[float]:
 
 def test_a_communicator_keeps_its_parent(crew: Crews) -> None:
     assert crew(drops_its_parent, 2) == [[2.0, 2.0]] * 2
+
+
+def closed_and_dropped(comm: Communicator) -> list[bool]:
+    """Whether anything is left of a communicator that had calls of all sorts, though nobody collects garbage."""
+    peer, left = 1 - comm.rank, []
+    gc.disable()
+    try:
+        for closes in (True, False):
+            child = comm.split(0)
+            assert child is not None
+            for _ in range(3):
+                child.all_reduce(np.ones(3))
+                child.all_reduce(np.ones(3), async_op=True).wait()
+                child.all_reduce(child.zeros(100))
+                child.sendrecv(np.ones(3), peer, np.empty(3), peer)
+                child.signal(peer)
+                child.wait_signal(peer)
+            engine = weakref.ref(child._backend)
+            if closes:
+                child.close()
+            del child
+            left.append(engine() is not None)
+    finally:
+        gc.enable()
+    return left
+
+
+def test_a_closed_one_goes_at_once(crew: Crews) -> None:
+    assert crew(closed_and_dropped, 2) == [[False, False]] * 2
 
 
 WORLD = """
