@@ -236,7 +236,9 @@ def _link(name: str, code: bytes) -> Native:
 def _method(name: str, engine: llvm.ExecutionEngine, flags: int) -> MethodDef:
     """The symbol `python` as CPython has functions described. It and its code live as long as the process."""
     method = MethodDef(name.encode(), engine.get_function_address("python"), flags, None)
-    _linked.append((engine, method))
+    # Never freed, not even as the interpreter ends: some functions are freed later than this module's names, and the
+    # garbage collector reads their descriptions until then.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object((engine, method)))
     return method
 
 
@@ -245,9 +247,6 @@ def _function(method: MethodDef, error: type[Exception] = TypeError) -> Callable
     # Its `self` is the error it may raise: in a process with Numba, the symbol PyExc_TypeError means something else.
     function: Callable[..., int] = _new_function(ctypes.addressof(method), error, None)
     return function
-
-
-_linked: list[tuple[llvm.ExecutionEngine, MethodDef]] = []
 
 
 def _new_engine(source: str) -> llvm.ExecutionEngine:

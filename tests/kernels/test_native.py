@@ -218,6 +218,23 @@ def test_other_threads_run_meanwhile() -> None:
     assert results == [0, 0]
 
 
+def test_a_function_outlives_the_module_that_made_it() -> None:
+    """As the interpreter ends modules are emptied first; then the garbage collector looks at the functions that are
+    left, and at their descriptions."""
+    code = f"""
+import ctypes, gc, numpy
+from kernels import native
+complete, address = native.load("{NAME}").call, native.address_function(False)
+queue = numpy.zeros({QUEUE_BYTES // 8}, numpy.int64)
+vars(native).clear()
+gc.collect()
+taken = [(ctypes.c_uint64 * 4)(*[2**64 - 1] * 4) for _ in range(2000)]  # what lay where a description was freed
+gc.collect()
+print(complete(address(queue)), queue[{QUEUE_TAKEN // 8}])
+"""
+    assert python(code) == "0 1"
+
+
 def test_compiled_code_calls_compiled_code_by_address() -> None:
     assert native.load("settle").address != native.load("complete").address != 0
 
