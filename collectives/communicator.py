@@ -834,6 +834,8 @@ _alive: weakref.WeakSet[Communicator] = weakref.WeakSet()
 def _after_fork() -> None:
     """A forked child shares its parent's counters and flags, and would corrupt them: its communicators are unusable."""
     for communicator in list(_alive):
+        # Whichever of the parent's threads was in a call does not let its lock go here.
+        communicator._lock, communicator._again = threading.RLock(), None
         communicator._backend.disown(
             f"process {os.getpid()} was forked from a rank; only the parent may go on as that rank"
         )

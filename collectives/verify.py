@@ -133,6 +133,8 @@ class _Form:
             return f"there are {self.chunks} chunks"
         if not srcs or not dsts or len(raw) != len(srcs) or len(dsts) > 1 and len(set(dsts)) < len(dsts):
             return "a move has sources, each with its flag `raw`, and distinct destinations"
+        if len(srcs) + len(dsts) > 2 * self.size + 2:
+            return f"a move has at most {2 * self.size + 2} places, for which the executor has room"
         if len(set(raw[63:])) > 1:
             return "of a move's sources from the 64th on either all are raw or none is"
         if len(srcs) > 1 and not self.reduces:

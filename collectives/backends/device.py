@@ -320,10 +320,10 @@ class OnDevice(Backend):
         if not isinstance(target, DeviceArray):
             super().assign(target, self._fetched(source))
             return
-        address = source.address if isinstance(source, DeviceArray) else arrays.address(arrays.contiguous(source))
+        source = arrays.contiguous(source)
         with self.driver:
-            self.driver.copy(target.address, address, target.nbytes, target.stream)
-            if not isinstance(source, DeviceArray):
+            self.driver.copy(target.address, arrays.address(source), target.nbytes, target.stream)
+            if not isinstance(source, DeviceArray):  # which may be a copy, and is needed until then
                 self.driver.synchronize(target.stream)
             elif not self.driver.capturing(target.stream):  # `signal`, and what comes next, comes after it
                 self.driver.record(self._last, target.stream)

@@ -191,7 +191,7 @@ class Shm(Backend):
         symmetric = self._is_symmetric(source, start) and self._is_symmetric(target, end)
         free = self._jobs.get((call, symmetric))
         if free is None:
-            if len(self._jobs) == JOBS:
+            if len(self._jobs) >= JOBS:
                 self._jobs.pop(next(iter(self._jobs)))
             free = self._jobs[call, symmetric] = []
         return free, free.pop() if free else self._make_job(call, symmetric)

@@ -90,7 +90,7 @@ def every_collective(comm: Communicator) -> None:
     # One-sided, on symmetric memory; what is dropped by all is given back and used again.
     first = gpu.zeros(64, np.int32)
     address = first.address
-    gpu.put(np.full(64, rank, np.int32), first, (rank + 1) % size)
+    gpu.put(np.full(128, rank, np.int32)[::2], first, (rank + 1) % size)
     gpu.signal((rank + 1) % size)
     gpu.wait_signal((rank - 1) % size)
     assert set(driver.values(first).tolist()) == {(rank - 1) % size}

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -593,6 +594,41 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_began(crew: Crews) -> 
     (result, told), (other,) = crew(waits_in_a_forked_child, 2)
     assert result == other == "[2.0, 2.0, 2.0]"
     assert told.startswith("CollectiveError") and "was forked from a rank" in told
+
+
+def forks_beside_a_call(comm: Communicator) -> str:
+    word = comm.zeros(1, np.int64)
+    if comm.rank == 1:
+        comm.wait_until(word, 1, 0)
+        comm.signal(0)
+        return ""
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(comm.wait_signal, 1)
+        while comm._lock.acquire(blocking=False):  # until the other thread has it
+            comm._lock.release()
+            time.sleep(0.001)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                comm.barrier()
+            except BaseException as error:
+                os.write(writer, f"{type(error).__name__}: {error}".encode())
+            comm.close()
+            os._exit(0)
+        os.close(writer)
+        _, status = os.waitpid(child, 0)
+        told = os.read(reader, 4096).decode()
+        os.close(reader)
+        comm.fetch_add(word, 1, 0)  # for which no lock is taken
+        waits.result()
+    return f"{status} {told}"
+
+
+def test_a_forked_child_does_not_wait_for_its_parents_threads(crew: Crews) -> None:
+    told, _ = crew(forks_beside_a_call, 2)
+    assert told.startswith("0 CollectiveError") and "was forked from a rank" in told
 
 
 # While ranks find each other, and afterwards

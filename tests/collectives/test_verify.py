@@ -261,6 +261,7 @@ def test_a_block_that_stays_in_place_may_be_read_any_time() -> None:
         ([[E, move(s(0), i(0, 1))], [E]], "not the place of chunk 0"),
         ([[E, move(s(0), i(0), chunk=2)], [E]], "there are 1 chunks"),
         ([[E, move((s(0), s(0)), i(0))], [E]], "distinct destinations"),
+        ([[E, Move(0, (s(0),), (i(0),) * 6, (True,) * 6)], [E]], "at most 6 places, for which the executor has room"),
         ([[E, Move(0, (s(0),), (), ())], [E]], "has sources"),
         ([[E, Move(0, (s(0),), (i(0),), ())], [E]], "each with its flag"),
         ([[E]], "1 instruction lists for 2 ranks"),
