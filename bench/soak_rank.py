@@ -32,7 +32,7 @@ PROGRESS, STOP = "progress.jsonl", "stop"
 COUNT, BATCH = 1000, 48  # 21 steps an epoch, the last with 40 samples
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
 WAYS = (*COLLECTIVES, *COLLECTIVES, "sendrecv", "put", "count", "together")
-KINDS = 60  # of calls that one life has
+KINDS = 24  # of calls that one life has
 MOST = 6  # families alive at a time, beside the world
 
 Array = npt.NDArray[Any]

@@ -46,6 +46,7 @@ def test_growth_is_found() -> None:
     for kib, descriptors, wrong in (
         (flat, [9, 30] * 25, []),
         (leak, [9] * 50, ["rank 0 has grown"]),
+        (flat, [9] * 30 + [10, 10, 9, 10] * 5, []),
         (flat, [9 + i // 20 for i in range(50)], ["rank 0 has grown"]),
     ):
         found = Episode(1.0)
