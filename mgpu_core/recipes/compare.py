@@ -52,11 +52,12 @@ def main(argv: list[str] | None = None) -> int:
         settings = recipe.parser().parse_args(runs[name])
         command.choose_device(settings, print)
         command.check(recipe.parser(), settings, settings.ranks or command.default_ranks(settings.device))
+    found = {}
     for name, arguments in runs.items():
         print(f"\n== {name}")
         if code := recipe.main(arguments):
             return int(code)
-    found = {name: read(out / name / METRICS) for name in names}
+        found[name] = read(out / name / METRICS)
     lines = list(report(found, options.recipe))
     print("", *lines, "", sep="\n")
     (out / "comparison.json").write_text(json.dumps(found) + "\n")
