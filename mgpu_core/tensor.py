@@ -15,7 +15,7 @@ from array_api_compat import array_namespace, is_array_api_obj, is_cupy_array
 
 from mgpu_core import device
 from mgpu_core.autograd import tape
-from mgpu_core.autograd.autocast import is_short, narrowed, product, widened
+from mgpu_core.autograd.autocast import cast, is_short, narrowed, product, widen, widened
 from mgpu_core.autograd.kernels import kernels_for
 from mgpu_core.autograd.tape import VJP, Array, Node
 
@@ -300,11 +300,12 @@ class Tensor:
 
         def vjp(g: Array) -> Array:
             xp = array_namespace(g)
+            if repeats:  # 16-bit numbers are summed in float32, not least as CuPy adds no bfloat16
+                whole = xp.zeros(shape, dtype=xp.float32 if is_short(dtype) else dtype)
+                xp.add.at(whole, index, widen(g))
+                return cast(whole, dtype)
             whole = xp.zeros(shape, dtype=dtype)
-            if repeats:
-                xp.add.at(whole, index, g)
-            else:
-                whole[index] = g
+            whole[index] = g
             return whole
 
         return record(x[index], (self, vjp))

@@ -26,6 +26,7 @@ from kernels import cubin, native, optimizers
 
 counts: Counter[str] = Counter()
 settle: list[Callable[[], object]] = []
+_freed: list[Any] = []  # memory that what is in the current stream may still use: as with CuPy's pool, nobody else may
 TYPES = (
     "bool_ complex128 complex64 complexfloating dtype float16 float32 float64 floating inexact integer int16 int32 "
     "int64 int8 intp signedinteger uint16 uint32 uint64 uint8 unsignedinteger"
@@ -39,6 +40,9 @@ NAMES = (
 ).split()
 
 
+ADDED = ("int32", "float16", "float32", "float64", "complex64", "complex128", "uint32", "uint64")  # by `add.at`
+
+
 class ndarray:
     """See the module's docstring. `_a` is the memory, when what was begun before is over."""
 
@@ -50,9 +54,16 @@ class ndarray:
 
     @property
     def _a(self) -> Any:
-        for wait in settle:
-            wait()
+        if settle:
+            over = len(_freed)
+            for wait in settle:
+                wait()
+            del _freed[:over]
         return self._memory
+
+    def __del__(self) -> None:
+        if settle:
+            _freed.append(self._memory)
 
     shape, dtype, ndim, size, itemsize, nbytes, strides, flags = (
         property(lambda self, name=name: getattr(self._memory, name))
@@ -156,6 +167,8 @@ class Ufunc:
         return options["out"] if options.get("out") is not None else _wrapped(result)
 
     def at(self, a: ndarray, index: Any, b: ndarray) -> None:
+        if a.dtype.name not in ADDED:
+            raise TypeError(f"cupyx.scatter_add only supports {', '.join(ADDED)} as data type")
         at = _index(index)
         at = at % len(a) if isinstance(at, np.ndarray) and at.dtype != bool else at
         self.function.at(a._a, at, _unwrapped(b))

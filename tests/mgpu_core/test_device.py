@@ -96,6 +96,21 @@ def test_mixed_precision(short, counts):
         np.testing.assert_allclose(own, other, rtol=0.1, atol=0.03 * float(np.abs(own).max()))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("short", ["float16", "bfloat16"])
+def test_rows_of_16_bits_are_added_in_float32_as_cupy_adds_no_bfloat16(dtype, short, counts):
+    dtype, short = (np.dtype(getattr(ml_dtypes, name, name)) for name in (dtype, short))
+    table, weight = on("cuda", np.ones((4, 3), dtype), np.ones((1, 3), np.float32))
+    indices = np.repeat([1, 3], [300, 2])
+    for rows in (lambda: F.embedding(indices, table), lambda: table[indices]):
+        with autocast(short):
+            y = F.linear(rows(), weight)
+        y.sum().backward()
+        assert table.grad.dtype == dtype
+        assert table.grad.get().astype(int)[:, 0].tolist() == [0, 300, 0, 2]  # bfloat16's sum of ones ends at 256
+        table.zero_grad()
+
+
 def trained(where, make, steps=4, precision="float32"):
     rng = np.random.default_rng(0)
     model = nn.Sequential(
