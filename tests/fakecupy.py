@@ -183,10 +183,10 @@ def _take_along_axis(a: Any, index: Any, axis: int) -> Any:
     return np.take_along_axis(a, index % a.shape[axis], axis=axis)
 
 
-def _array(value: Any, dtype: Any = None, copy: Any = True, **_: Any) -> ndarray:
+def _array(value: Any, dtype: Any = None, copy: Any = True, order: Any = "K", **_: Any) -> ndarray:
     if isinstance(value, ndarray):
         kept = not copy and (dtype is None or value.dtype == dtype)
-        return value if kept else ndarray(np.array(value._a, dtype=dtype))
+        return value if kept else ndarray(np.array(value._a, dtype=dtype, order=order))
     if hasattr(value, "__cuda_array_interface__"):
         return _of_interface(value)
     if isinstance(value, np.ndarray) or not np.isscalar(value):

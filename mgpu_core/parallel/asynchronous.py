@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.initialise import ON_GPU
 from mgpu_core.autograd.tape import Array
 from mgpu_core.data import Batch, Loader
 from mgpu_core.data.sampler import split
@@ -121,6 +122,16 @@ class ParameterStore:
     ) -> None:
         if not 0 <= delay_compensation < math.inf:
             raise ValueError(f"delay_compensation is a finite number from 0; got {delay_compensation}")
+        if comm.backend in ON_GPU:
+            raise ValueError(
+                f"workers share parameters in the host's memory, and a {comm.backend} communicator's is a GPU's: take "
+                f'collectives.init("shm")'
+            )
+        if away := [name for name, parameter in parameters.items() if parameter.device != "cpu"]:
+            raise ValueError(
+                f"workers share parameters in the host's memory, and {away[0]} is on a GPU: model.to('cpu') first; on "
+                f"GPUs train by DataParallel, Sharded(stage=1 or 2) or LocalSGD"
+            )
         self.comm = comm
         self.parameters = dict(parameters)
         for name, parameter in self.parameters.items():

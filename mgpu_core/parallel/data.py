@@ -67,6 +67,11 @@ class DataParallel:
         """Get ready to communicate."""
         specs = [(p.shape, p.dtype) for p in self._parameters.values()]
         on_host = all(p.device == "cpu" for p in self._parameters.values())
+        if not on_host and getattr(options.get("hook"), "on_host", False):
+            raise ValueError(
+                f"{type(options['hook']).__name__} computes on the host, and the model is on a GPU: take Bfloat16() or "
+                f"no hook, or model.to('cpu') first"
+            )
         zeros = np.zeros if on_host and self.comm.backend in ON_GPU else None
         self._bucketer = collectives.Bucketer(self.comm, specs, zeros=zeros, **options)
         self._keep_gradients_in_buckets()

@@ -55,6 +55,8 @@ class BlockInt8:
     have error feedback (Tang et al., "DoubleSqueeze", ICML 2019).
     """
 
+    on_host = True  # what it computes, with NumPy
+
     def __init__(self, block: int = 128) -> None:
         self.block = block
         self.bytes_sent = 0
@@ -97,6 +99,8 @@ class PowerSGD:
     power method in each step of the training, from where the last one ended (warm start), with error feedback. Axes
     behind the first are the matrix's columns; what would not get smaller is sent as it is.
     """
+
+    on_host = True
 
     def __init__(self, rank: int = 2, *, seed: int = 0) -> None:
         if rank < 1:

@@ -172,7 +172,7 @@ class Synchronous(Strategy):
         super().__init__(model.comm if mesh is None else mesh.comm, model.comm)
         self.model, self.module, self.optimizer = model, model.model, optimizer
         self.counts = mesh is None or mesh.index("tensor") == 0
-        self._balances = _Balances(model.comm, speeds)
+        self._balances = _Balances(model, speeds)
 
     def batches(self, loader: Loader, epoch: int, first: int, last: int) -> Generator[Batch, None, None]:
         self._balances.of(loader)
@@ -316,7 +316,7 @@ class Rounds(Strategy):
     def __init__(self, model: LocalSGD, *, speeds: Sequence[float] | str | None = None) -> None:
         super().__init__(model.comm, model.comm)
         self.model, self.module = model, model.model
-        self._balances = _Balances(model.comm, speeds)
+        self._balances = _Balances(model, speeds)
         self._stop: Stop = never
 
     def batches(self, loader: Loader, epoch: int, first: int, last: int) -> Generator[Batch, None, None]:
@@ -361,8 +361,12 @@ class Rounds(Strategy):
 class _Balances:
     """The `Balance` of the loader in use, where there is one."""
 
-    def __init__(self, comm: Any, speeds: Sequence[float] | str | None) -> None:
-        self._comm, self._speeds = comm, speeds
+    def __init__(self, model: DataParallel | LocalSGD, speeds: Sequence[float] | str | None) -> None:
+        if isinstance(speeds, str) and any(parameter.device != "cpu" for parameter in model.model.parameters()):
+            raise StrategyError(
+                f'speeds="{speeds}" measures by the host\'s clock, which sees nothing of a GPU: give numbers, as [3, 1]'
+            )
+        self._comm, self._speeds = model.comm, speeds
         self._balance: Balance | None = None
 
     def of(self, loader: Loader) -> None:

@@ -104,10 +104,11 @@ def check(options: argparse.Namespace, ranks: int) -> dict[str, int]:
         raise StrategyError(f"{reason}: give --device cpu, or leave that out")
     if options.slow_rank is not None and not 0 <= options.slow_rank < ranks:
         raise StrategyError(f"--slow-rank {options.slow_rank} is none of the ranks 0 to {ranks - 1}")
-    if options.precision == "float16" and (way in ("async", "ssp", "local") or options.hook not in (None, "bf16")):
+    adds_up = options.hook not in (None, "none", "bf16")
+    if options.precision == "float16" and (way in ("async", "ssp", "local") or adds_up):
         raise StrategyError(
             "--precision float16 leaves out the steps in which a gradient overflows, which "
-            + (f"--hook {options.hook} would go on adding up" if options.hook else f"--parallel {way} cannot")
+            + (f"--hook {options.hook} would go on adding up" if adds_up else f"--parallel {way} cannot")
             + "; bfloat16 has float32's range"
         )
     if options.precision in SHORT and options.dtype == "float64":
@@ -226,7 +227,7 @@ def needs_host(options: argparse.Namespace) -> str:
     """Why the options are for the CPU alone; empty if they are not."""
     if options.parallel in ("async", "ssp", "zero3"):
         return f"--parallel {options.parallel} keeps parameters in the host's memory"
-    if options.hook not in (None, "bf16"):
+    if options.hook not in (None, "none", "bf16"):
         return f"--hook {options.hook} computes on the host"
     if options.speeds == "auto" or getattr(options, "auto", False):
         return f"--{'speeds ' if options.speeds else ''}auto measures by the host's clock, which sees nothing of a GPU"

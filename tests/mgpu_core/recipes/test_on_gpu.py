@@ -84,7 +84,8 @@ def test_a_whole_run_on_a_gpu_tests_and_goes_on_on_the_cpu(small, tmp_path, monk
 
 def test_what_is_for_the_host_alone_is_refused_on_a_gpu_or_chosen_for_it(monkeypatch, capsys):
     parser = image_classification.parser()
-    for options in ("--parallel async", "--parallel zero3", "--hook int8", "--speeds auto", "--auto"):
+    ways = "--parallel async", "--parallel ssp", "--parallel zero3"
+    for options in (*ways, "--hook int8", "--hook powersgd", "--speeds auto", "--auto"):
         with pytest.raises(StrategyError, match="give --device cpu"):
             check(parser.parse_args([*options.split(), "--device", "cuda"]), 2)
         check(parser.parse_args([*options.split(), "--device", "cpu"]), 2)
@@ -92,9 +93,11 @@ def test_what_is_for_the_host_alone_is_refused_on_a_gpu_or_chosen_for_it(monkeyp
         monkeypatch.setattr(device, "default", lambda: "cuda")
         command.choose_device(given, print)
         assert given.device == "cpu" and "on the CPU, since --" in capsys.readouterr().out
-    given = parser.parse_args([])
-    command.choose_device(given, print)
-    assert given.device == "cuda"
+    for options in ("", "--hook none", "--hook bf16 --parallel hybrid", "--speeds 3,1", "--parallel local"):
+        given = parser.parse_args(options.split())
+        command.choose_device(given, print)
+        assert given.device == "cuda"
+    check(parser.parse_args("--hook none --precision float16".split()), 2)
     monkeypatch.setattr(device, "gpus", lambda: 3)
     assert command.default_ranks("cuda") == 3
 

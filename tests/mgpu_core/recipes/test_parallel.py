@@ -4,18 +4,23 @@ import argparse
 import os
 import re
 import signal
-from functools import partial
+import sys
+from functools import cache, partial
 from pathlib import Path
 
+import fakecupy
 import numpy as np
 import pytest
 
 from mgpu_core import Tensor, checkpoint, metrics, nn, optim, schedule
 from mgpu_core.data import Loader, Sampler
 from mgpu_core.nn import functional as F
-from mgpu_core.parallel import StrategyError
+from mgpu_core.parallel import Asynchronous, DataParallel, Sharded, StrategyError, Synchronous
+from mgpu_core.parallel.hooks import BlockInt8, PowerSGD
 from mgpu_core.recipes import command, language_model, parallel
 from mgpu_core.trainer import Trainer
+
+sys.path.append(str(Path(__file__).parents[2] / "collectives"))  # for `import fakegpu`; ranks inherit it
 
 COUNT, BATCH, EPOCHS = 44, 8, 2  # six steps an epoch, the last of four samples
 STEPS = -(-COUNT // BATCH)
@@ -126,12 +131,23 @@ def relay(comm, kind, folder):
     stage.fit(EPOCHS)
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def alone(request, tmp_path_factory):
-    """What one process comes to: the kind of model, the scores, and the checkpoint's tensors."""
-    folder = tmp_path_factory.mktemp("alone")
-    scores = run(None, "", request.param, folder)
-    return request.param, scores, checkpoint.load(folder / "checkpoint.safetensors")[0]
+@pytest.fixture(scope="module")
+def alone_with(tmp_path_factory):
+    """What one process comes to, by the kind of model: the scores, and the checkpoint's tensors."""
+
+    @cache
+    def alone(kind):
+        folder = tmp_path_factory.mktemp("alone")
+        scores = run(None, "", kind, folder)
+        return scores, checkpoint.load(folder / "checkpoint.safetensors")[0]
+
+    return alone
+
+
+@pytest.fixture(params=list(MODELS))
+def alone(request, alone_with):
+    """The kind of model, the scores, and the checkpoint's tensors."""
+    return request.param, *alone_with(request.param)
 
 
 def test_it_follows_one_process_and_saves_what_it_saves(crew, alone, tmp_path):
@@ -154,6 +170,107 @@ def test_a_run_goes_from_way_to_way(crew, alone, tmp_path):
     steps = [record for record in metrics.read(tmp_path / "metrics.jsonl") if record["event"] == "step"]
     assert [record["samples"] for record in steps] == sorted({record["samples"] for record in steps})
     assert len(steps) == EPOCHS * STEPS
+
+
+# On GPUs in memory
+
+
+def run_on_gpus(comm, ways, kind, folder):
+    """`run_all` on the device "cuda"; also whether all parameters were there."""
+    from fakegpu import on_gpu
+
+    found = {}
+    for name, text in ways.items():
+        control = comm.split(0)
+        gpu, driver = on_gpu(control)
+        with fakecupy.installed(), gpu:
+            fakecupy.settle.append(lambda: driver.synchronize(0))
+            try:
+                trained = trainer(gpu, f"{text} --device cuda", kind, folder / name.replace(" ", ""))
+                trained.fit(EPOCHS)
+                there = all(parameter.device == "cuda" for parameter in trained.strategy.module.parameters())
+                found[name] = trained.scores, there
+            finally:
+                fakecupy.settle.clear()
+        assert not driver.errors, driver.errors
+    return found
+
+
+def some(name, size, kind, slow=True):
+    return pytest.param(name, size, kind, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "kind"),
+    [
+        some("dp", 2, "image"),
+        some("speeds", 2, "image"),
+        some("zero1", 2, "image", slow=False),
+        some("zero2", 2, "image"),
+        some("tp", 2, "image"),
+        some("tp", 2, "text", slow=False),
+        some("pp", 2, "image", slow=False),
+        some("gpipe", 2, "text"),
+        some("hybrid", 4, "text"),
+        some("tensor x pipeline", 4, "image"),
+        some("data x pipeline", 4, "image"),
+    ],
+)
+def test_on_gpus_it_follows_one_process_of_the_cpu(crew, alone_with, tmp_path, name, size, kind):
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    scores, tensors = alone_with(kind)
+    way = {name: (LIKE_ONE_PROCESS if size == 2 else ON_FOUR)[name]}
+    for rank in crew(run_on_gpus, size, (way, kind, tmp_path)):
+        found, there = rank[name]
+        assert there
+        for score, value in scores.items():
+            assert found[score] == pytest.approx(value, rel=1e-9), score
+    checked(checkpoint.load(tmp_path / name.replace(" ", "") / "checkpoint.safetensors")[0], tensors)
+
+
+@pytest.mark.parametrize("way", ["--parallel local --every 3", "--hook bf16"])
+def test_on_gpus_it_loses_what_it_loses_on_the_cpu(crew, tmp_path, way):
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    crew(run_all, 2, ({"cpu": way}, "image", tmp_path))
+    crew(run_on_gpus, 2, ({"cuda": way}, "image", tmp_path))
+    here, there = (checkpoint.load(tmp_path / name / "checkpoint.safetensors")[0] for name in ("cpu", "cuda"))
+    checked(there, here)
+
+
+def refused_on_gpus(comm):
+    from fakegpu import on_gpu
+
+    control = comm.split(0)
+    gpu, driver = on_gpu(control)
+    said = []
+    with fakecupy.installed(), gpu:
+        here, there = (nn.Linear(2, 2, rng=np.random.default_rng(0)).to(where) for where in ("cpu", "cuda"))
+        sgd = partial(optim.SGD, lr=0.1)
+        fakecupy.settle.append(lambda: driver.synchronize(0))
+        try:
+            for make in (
+                lambda: DataParallel(there, gpu, hook=BlockInt8()),
+                lambda: DataParallel(there, gpu, hook=PowerSGD()),
+                lambda: Sharded(there, gpu, stage=3),
+                lambda: Asynchronous(there, control, sgd),
+                lambda: Asynchronous(here, gpu, sgd),
+                lambda: Synchronous(DataParallel(there, gpu), sgd(there.named_parameters()), speeds="auto"),
+                lambda: DataParallel(there, control),
+            ):
+                with pytest.raises((ValueError, TypeError)) as caught:
+                    make()
+                said.append(str(caught.value))
+        finally:
+            fakecupy.settle.clear()
+    return said
+
+
+def test_what_is_for_the_host_alone_says_what_to_take_on_gpus(crew):
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    wanted = ("BlockInt8.*Bfloat16", "PowerSGD.*Bfloat16", "stage 1 or 2", "DataParallel, Sharded", 'init."shm"')
+    for said in crew(refused_on_gpus, 2):
+        for text, expected in zip(said, (*wanted, r"give numbers, as \[3, 1\]", "use backend='cuda'"), strict=True):
+            assert re.search(expected, text)
 
 
 # Asynchronous and local training promise less
