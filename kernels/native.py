@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import llvmlite.binding as llvm
 
@@ -202,7 +202,7 @@ def _keep(path: Path, code: bytes) -> bytes:
 @contextmanager
 def _only_one(path: Path, meanwhile: Callable[[], None] | None) -> Iterator[None]:
     """Let one process compile while others wait for its result. Without a folder to lock, or when the one that has the
-    lock takes too long (it may have been stopped), all compile."""
+    lock is stopped or takes too long, all compile."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path.with_suffix(".lock"), "w")
@@ -211,7 +211,7 @@ def _only_one(path: Path, meanwhile: Callable[[], None] | None) -> Iterator[None
         return
     with lock:
         deadline = time.monotonic() + _PATIENCE
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not _is_held_by_one_that_is_stopped(lock):
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -223,6 +223,17 @@ def _only_one(path: Path, meanwhile: Callable[[], None] | None) -> Iterator[None
 
 
 _PATIENCE = 120.0  # seconds; compiling one function takes a few
+
+
+def _is_held_by_one_that_is_stopped(lock: IO[str]) -> bool:
+    """Whether the process that has locked this file is known to be stopped, by SIGSTOP or a debugger."""
+    inode = f":{os.fstat(lock.fileno()).st_ino}"
+    with suppress(OSError, ValueError):  # no such files, or other ones; or it has just ended
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, process, place, *_ = line.split()
+            if kind == "FLOCK" and place.endswith(inode):
+                return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _link(name: str, code: bytes) -> Native:

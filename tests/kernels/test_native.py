@@ -147,6 +147,21 @@ def test_who_waits_for_another_process_may_give_up_too(folder: Path) -> None:
         native.cached("slow", bytes, gives_up)
 
 
+def test_nobody_waits_for_a_process_that_is_stopped(folder: Path) -> None:
+    """Which has gone to sleep in the middle of compiling, for whatever time."""
+    folder.mkdir(parents=True)
+    stops = (
+        "import fcntl, os, signal, sys; lock = open(sys.argv[1], 'w'); fcntl.flock(lock, fcntl.LOCK_EX); "
+        "os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    with subprocess.Popen([sys.executable, "-c", stops, folder / "slow.lock"]) as stopped:
+        try:
+            os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+            assert native.cached("slow", lambda: b"code") == b"code"
+        finally:
+            stopped.kill()
+
+
 def test_an_error_of_the_compilation_is_raised_where_it_is_waited_for(folder: Path) -> None:
     def make() -> bytes:
         raise ValueError("this is no kernel")
