@@ -11,11 +11,9 @@ import os
 import weakref
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING, NamedTuple
 
-from collectives import measured
+from collectives import cgroup, measured, threads
 from collectives.cost import Topology
 from collectives.memory import PAGE, Heap, Segment, heap_bytes, parse_bytes
 from collectives.rendezvous import Meeting
@@ -50,16 +48,17 @@ class Host:
         self.meeting = meeting
         wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)
         scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
-        cores = hex(sum(1 << core for core in os.sched_getaffinity(0)))
-        tuned = measured.kept(meeting.size) if meeting.rank == 0 else None
-        mine = json.dumps([wanted, scratch, tuned.text() if tuned else "", cores]).encode()
+        mine = json.dumps([wanted, scratch, sorted(os.sched_getaffinity(0)), cgroup.cpu_quota()]).encode()
         answers = [json.loads(answer) for answer in meeting.exchange(mine)]
         world = max(1, min(heap for heap, *_ in answers) // (_SHARE * PAGE)) * (_SHARE * PAGE)
         # Together: a launcher may have bound each rank to a core of its own.
-        self.crowded = meeting.size > reduce(or_, (int(cores, 16) for *_, cores in answers)).bit_count()
+        cores = threads.share([set().union(*(mask for *_, mask, _ in answers))], 0, answers[0][-1])
+        self.crowded = meeting.size > cores
         self.scratch = int(answers[0][1])  # bytes; 0 to let its size follow from the number of ranks
         # What rank 0 knows of this machine, so that all choose alike; None if nobody has measured it.
-        self.tuned = Topology.parse(answers[0][2]) if answers[0][2] else None
+        known = measured.kept(meeting.size, cores) if meeting.rank == 0 else None
+        text, *_ = meeting.exchange(known.text().encode() if known else b"")
+        self.tuned = Topology.parse(text.decode()) if text else None
         own = Segment.create(0, 0, world * (1 + ARENAS // _SHARE))
         with ExitStack() as undo:
             undo.callback(own.close)

@@ -505,12 +505,12 @@ def is_interrupted(comm: Communicator, after: float, where: str) -> str:
 
 def waits_for_an_interruption(comm: Communicator, after: float, where: str) -> str:
     comm.barrier()
-    if comm.rank == 0:
-        threading.Timer(after, os.kill, [os.getpid(), signal.SIGINT]).start()
-    else:
+    if comm.rank == 1:
         time.sleep(1.0)
     began = time.monotonic()
     try:
+        if comm.rank == 0:
+            threading.Timer(after, os.kill, [os.getpid(), signal.SIGINT]).start()
         if where == "recv":
             comm.recv(np.empty(3), 1 - comm.rank)
         elif where == "wait":

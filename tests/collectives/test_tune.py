@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,18 @@ def test_what_is_measured_is_kept_for_as_many_ranks(
         tune.main(["-n", "1"])
 
 
+def test_what_is_kept_is_for_the_processors_that_ranks_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
+    measured.keep(SLOW_MEMORY)
+    assert measured.kept(2) == measured.kept(2, cores=4) == SLOW_MEMORY
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: 1.5)  # a container's
+    assert measured.kept(2) is None
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})  # taskset's
+    assert measured.kept(2) is None
+
+
 def test_choices_follow_the_constants() -> None:
     slow_signals = replace(SLOW_MEMORY, latency=1e-3)
     memories: tuple[Memory, ...] = ("symmetric", "staged")
@@ -118,3 +131,27 @@ def _tuned(comm: Communicator) -> tuple[Topology | None, float]:
 def test_rank_0_s_constants_are_everybody_s() -> None:
     measured.keep(SLOW_MEMORY)
     assert collectives.spawn(_tuned, 2) == [(SLOW_MEMORY, 3.0)] * 2
+
+
+def _bound(comm: Communicator, masks: list[list[int]], address: str) -> tuple[bool, float]:
+    """Of ranks that are bound to these processors: whether they share some, and the latency by which they choose."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, masks[comm.rank])
+    try:
+        with collectives.init("shm", rank=comm.rank, size=comm.size, address=address) as bound:
+            host = bound._backend.host  # type: ignore[attr-defined]
+            return host.crowded, host.tuned.latency
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_ranks_choose_by_what_was_measured_on_as_many_processors(crew: Crews) -> None:
+    first, second, *_ = [*sorted(os.sched_getaffinity(0)), None]
+    if second is None:
+        pytest.skip("needs two processors")
+    for cores, latency in ((1, 1e-6), (2, 2e-6)):
+        file = measured.path(2, cores)
+        file.parent.mkdir(exist_ok=True)
+        replace(SLOW_MEMORY, latency=latency).save(file)
+    for masks, crowded, latency in (([[first]] * 2, True, 1e-6), ([[first], [second]], False, 2e-6)):
+        assert crew(_bound, 2, (masks, f"unix:{secrets.token_hex(16)}")) == [(crowded, latency)] * 2
