@@ -109,14 +109,15 @@ def the_one_object(terms: Terms) -> Terms:
 
 def _the_one(term: object) -> object:
     if isinstance(term, PremulSum):
-        return _first_of_equals(term)
+        return _first_of_equals(term, repr(term.scale))
     if isinstance(term, str):
-        return sys.intern(str(term))
+        return sys.intern(str.__str__(term))  # a subclass may write itself otherwise
     return int(term) if isinstance(term, np.integer) else term
 
 
 @lru_cache(maxsize=64)
-def _first_of_equals(op: PremulSum) -> PremulSum:
+def _first_of_equals(op: PremulSum, scale: str) -> PremulSum:
+    """`scale` tells 0.0 from -0.0, which are equal."""
     return op
 
 

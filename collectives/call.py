@@ -12,6 +12,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
+from typing import SupportsFloat
 
 from collectives.contract import COLLECTIVES
 from kernels.dtypes import DTYPES, OPERATIONS, DType
@@ -30,9 +32,15 @@ class PremulSum:
     scale: float
 
 
-def premul_sum(scale: float) -> PremulSum:
-    """A reduction that multiplies each contribution by `scale` (the same on every rank) before summing, as NCCL's."""
-    return PremulSum(scale)
+def premul_sum(scale: SupportsFloat) -> PremulSum:
+    """A reduction that multiplies each contribution by `scale` (the same on every rank) before summing, as NCCL's.
+
+    scale: a number, or an array of one, which is read now.
+    """
+    try:
+        return PremulSum(index(scale))  # type: ignore[arg-type]  # an integer, however large, as it is
+    except TypeError:
+        return PremulSum(float(scale))
 
 
 @dataclass(frozen=True, eq=False)

@@ -494,9 +494,11 @@ class Communicator:
             return self._go_on(again, found, x, out, (collective, op, root, algorithm, async_op))
         except BaseException as error:
             if again.pending.value == threading.get_ident():  # Ctrl-C, too, which may have come before `resume`
-                self._backend.abort(f"{type(error).__name__}: {error}")
-                again.pending.value = 0
-                self._lock.release()
+                try:
+                    self._backend.abort(f"{type(error).__name__}: {error}")
+                finally:  # a second Ctrl-C
+                    again.pending.value = 0
+                    self._lock.release()
             raise
 
     def _go_on(self, again: Again, found: int | None, x: Any, out: Any, terms: Terms) -> Any:
@@ -821,7 +823,7 @@ def _reduction(op: Op, dtype: DType) -> tuple[str, int]:
         )
     if name not in dtype.operations():
         raise TypeError(f"{name} of {dtype.name} makes no sense; it has {', '.join(dtype.operations())}")
-    return name, scale
+    return OPERATIONS[OPERATIONS.index(name)], scale  # its own text, which some string's subclass may write otherwise
 
 
 _NOTHING = np.zeros(0, np.uint8)  # a barrier's array

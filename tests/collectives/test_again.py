@@ -1,11 +1,13 @@
 """The short way of calls that are made again: what it recognises, what it leaves to the long way, and what it holds."""
 
 import gc
+import math
 import pickle
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -160,6 +162,59 @@ def changed(comm: Communicator) -> list[str]:
 
 def test_an_array_is_looked_at_anew_in_every_call(crew: Crews) -> None:
     assert crew(changed, 2) == [[], []]
+
+
+class Reduction(str, Enum):
+    """Names of operations, as a framework may have them; its texts are not what it equals."""
+
+    SUM = "sum"
+
+    def __str__(self) -> str:
+        return "max"
+
+
+def spelled(comm: Communicator) -> list[float]:
+    x, zero = np.ones(1, np.int16), np.ones(1)
+    comm.all_reduce(x, "max")
+    told = [float(comm.all_reduce(x, Reduction.SUM)[0]) for _ in range(3)]
+    told += [float(comm.all_reduce(x, collectives.premul_sum(np.array(3)))[0]) for _ in range(3)]
+    return told + [math.copysign(1, comm.all_reduce(zero, collectives.premul_sum(z))[0]) for z in (0.0, -0.0, 0.0)]
+
+
+def test_operations_are_what_they_equal_however_they_are_written(crew: Crews) -> None:
+    assert crew(spelled, 2) == [[2, 2, 2, 6, 6, 6, 1, -1, 1]] * 2
+
+
+def interrupted_twice(comm: Communicator) -> tuple[str, bool]:
+    """Ctrl-C as a call waits, and again as the communicator is given up: the error, and whether its lock is free."""
+    x, told = np.ones(3), "nothing"
+    with comm.split(0) as family:  # type: ignore[union-attr]
+        for _ in range(3):
+            family.all_reduce(x, out=x)
+        comm.barrier()
+        if comm.rank == 1:
+            comm.recv(x, 0)
+            return "", True
+
+        def stop(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        family._backend.complete = family._backend.abort = stop  # type: ignore[attr-defined, method-assign]
+        try:
+            family.all_reduce(x, out=x)
+        except KeyboardInterrupt as error:
+            told = type(error).__name__
+        finally:
+            del family._backend.complete, family._backend.abort  # type: ignore[attr-defined]
+        thread = threading.Thread(target=family.close, daemon=True)
+        thread.start()
+        thread.join(5)
+        comm.send(x, 1)
+        return told, not thread.is_alive()
+
+
+def test_a_second_interruption_leaves_the_lock_to_others(crew: Crews) -> None:
+    assert crew(interrupted_twice, 2)[0] == ("KeyboardInterrupt", True)
 
 
 def late_and_threads(comm: Communicator) -> list[str]:
