@@ -50,6 +50,7 @@ JOB_BYTES = 8 << 20  # for the jobs of the calls that are kept
 _FAREWELL = 1.0  # seconds that a rank waits for the others to close, to give memory back that they see
 _LOOKS = 200  # at a flag, before the first nap
 _LINE = 64
+_still_in_use: list[Any] = []  # memory of the host that GPUs may use until this process ends
 # The panel: byte offsets.
 _FINISHED, _REPORT, _PATIENCE, _LEFT, _SMALL_FINISHED, _SMALL_REPORT = (i * _LINE for i in range(6))
 
@@ -185,10 +186,10 @@ class Cuda(OnDevice):
         self._launches: dict[tuple[Any, ...], Launch] = {}
         self._kernels: dict[tuple[str, str, str], Kernel] = {}
         self._staged = False
-        self._host_arena: list[Any] = []  # every rank's, where GPUs do not reach each other
+        self._registered: list[Any] = []  # memory of the host that the GPU uses
         layout = Layout(self.size, self.channels, slot_bytes(self.size, control.host.scratch or SCRATCH_BYTES))
         with driver:
-            panel = driver.register(self._panels.ctypes.data, PAGE)
+            panel = self._register(self._panels)
             self._arena, self._staged = self._share_arena(layout)
             self._link = self._make_link(layout, panel)
             self._states = driver.allocate(8 * lowlatency.STATE_WORDS * self.channels)
@@ -214,9 +215,13 @@ class Cuda(OnDevice):
             )
         host = self.control.allocate(layout.nbytes)
         seen = [self.control.peer_view(host, rank) for rank in range(self.size)]
-        addresses = [self.driver.register(view.ctypes.data, layout.nbytes) for view in seen]
-        self._host_arena = seen
-        return Block(addresses, layout.nbytes, []), True
+        return Block([self._register(view) for view in seen], layout.nbytes, []), True
+
+    def _register(self, memory: Any) -> int:
+        """Where the GPU sees memory of the host's."""
+        address = self.driver.register(memory.ctypes.data, memory.nbytes)
+        self._registered.append(memory)
+        return address
 
     def _share(self, nbytes: int) -> Block:
         """Device memory of every rank, zeroed and mapped here. Raises MemoryError, or PermissionError where GPUs cannot
@@ -570,15 +575,17 @@ class Cuda(OnDevice):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.001)
-            for view in self._host_arena:
-                driver.unregister(view.ctypes.data)
+            while self._registered:
+                driver.unregister(self._registered.pop().ctypes.data)
             if not self._staged:
                 driver.free(self._arena.addresses[self.rank])
             driver.free(self._job_memory)
             driver.free(self._states)
-            driver.unregister(self._panels.ctypes.data)
             driver.drop_event(self._last)
             driver.drop_stream(self._side)
+
+    def _end(self) -> None:
+        _still_in_use.extend(self._registered)
 
 
 def _raise_problems(kind: type[Exception], problems: Sequence[str], undo: Callable[[], object]) -> None:

@@ -346,6 +346,31 @@ def test_what_goes_wrong_on_the_gpu_is_raised_on_the_host(how: str, error: Any, 
         collectives.spawn(fail, 2, (how,), backend="shm")
 
 
+def gives_up(comm: Communicator, address: str) -> list[tuple[bool, bool]]:
+    """Whether the driver was left with the panel, and whether that is mapped, after a good end and after a bad one."""
+    found = []
+    for bad in (False, True):
+        world = collectives.init("shm", rank=comm.rank, size=comm.size, address=f"{address}{bad}")
+        gpu, driver = on_gpu(world)
+        (panel,) = (entry[1] for entry in driver.log if entry[0] == "register")
+        if bad:
+            gpu.abort("enough")
+        gpu.close()
+        kept = ("unregister", panel) not in driver.log
+        world.close()
+        del gpu, world
+        gc.collect()
+        with open("/proc/self/maps") as lines:
+            spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines if "mgpu" in line]
+        found.append((kept, any(first <= panel < last for first, last in spans)))
+    return found
+
+
+def test_memory_that_a_gpu_may_still_use_stays_mapped(crew: Any) -> None:
+    for found in crew(gives_up, 2, (f"unix:{secrets.token_hex(16)}",)):
+        assert found == [(False, False), (True, True)]
+
+
 def test_parts_of_a_ranks_device_memory_lie_apart() -> None:
     for size in (1, 2, 8):
         for channels in (1, 16):
