@@ -41,7 +41,7 @@ LOOK = 0.05  # seconds between two reports of what was put into streams
 _BEAT = 1.0  # seconds between two signs of life
 _SILENT = 2.5 * _BEAT  # after which a rank is called silent
 _FLUSH = 1.0  # seconds that a rank which closes leaves its last letters
-_MOST_WAITING = 8 << 20  # bytes of letters under way from this process, beyond which a sender waits
+_MOST_WAITING = 8 << 20  # bytes of letters under way from this process, beyond which a sender is to wait
 _REACH = 2.0  # seconds in which a living rank's host answers
 _HEAD = struct.Struct("<8sIIq")  # communicator, source, target, number
 _WORLD = bytes(8)  # letters that are of no communicator
@@ -131,10 +131,12 @@ class Post:
     # For communicators
 
     def send(self, kind: Kind, comm: bytes, number: int = 0, body: bytes = b"", target: int = HUB) -> None:
-        """Send a letter, which travels by itself from here on. Waits only where very much is under way already."""
-        while self._waiting > _MOST_WAITING and self._open and HUB not in self.gone:
-            time.sleep(0.001)
+        """Send a letter, which travels by itself from here on. Whoever sends many waits first until there is `room`."""
         self._post(Letter(kind, comm, self.rank, target, number, body))
+
+    def room(self) -> bool:
+        """Whether not very much is under way already."""
+        return self._waiting <= _MOST_WAITING
 
     def box(self, comm: bytes) -> Box:
         """What has come for a communicator."""
@@ -293,7 +295,7 @@ class Post:
                 self._take(Letter(kind, comm, source, target, number, payload[_HEAD.size :]))
 
     def _write(self, rank: int) -> None:
-        queue = self._outgoing[rank]
+        queue, had_room = self._outgoing[rank], self.room()
         with suppress(BlockingIOError):
             while queue:
                 sent = self._channels[rank].socket.send(queue[0], socket.MSG_NOSIGNAL)
@@ -302,15 +304,18 @@ class Post:
                 queue[0] = queue[0][sent:]
                 if not queue[0]:
                     queue.popleft()
+        if self.room() and not had_room:
+            with self._news:
+                self._news.notify_all()
 
     def _lose(self, rank: int, how: str) -> None:
         """A channel has ended."""
-        channel = self._channels.pop(rank, None)
-        if channel is None:
-            return
-        channel.close()
         with self._mutex:
+            channel = self._channels.pop(rank, None)
+            if channel is None:
+                return
             self._waiting -= sum(map(len, self._outgoing.pop(rank)))
+        channel.close()
         if self.rank != HUB:
             self._deliver(Letter(Kind.GONE, _WORLD, rank, self.rank, 0, how.encode()))
         elif rank not in self._said_bye:
@@ -351,10 +356,12 @@ class Post:
 
     def _keep_book(self, letter: Letter) -> None:
         kind, comm, source, _, number, body = letter
-        book = self._books.setdefault(comm, Book())
         if kind == Kind.JOIN:
-            book.members = json.loads(body)
-        elif kind == Kind.GATHER:
+            self._books.setdefault(comm, Book()).members = json.loads(body)
+        book = self._books.get(comm)
+        if book is None:  # all have left, and a last report was on its way
+            return
+        if kind == Kind.GATHER:
             if everything := book.gather(source, number, body):
                 for member in book.members:
                     self._pass_on(Letter(kind, comm, source, member, number, everything))
@@ -437,8 +444,11 @@ class Post:
             time.sleep(0.001)
 
     def disown(self) -> None:
-        """This process is a fork of the rank's, and has no part in it."""
+        """This process is a fork of the rank's, without a part in it: the others must see when the rank itself ends."""
         self._open = False
+        for channel in self._channels.values():
+            channel.close()
+        self._listener.close()
 
 
 def _interface(address: str) -> str:

@@ -25,8 +25,8 @@ from collectives.backends.mpi import as_bytes, combine
 from collectives.book import Calls
 from collectives.call import INTERNAL, Call, describe, disagreement, make_call
 from collectives.contract import Contract, Geometry, geometry
-from collectives.errors import CollectiveError, CollectiveMismatchError
-from collectives.post import LOOK, Box, Farewell, Kind, Post
+from collectives.errors import CollectiveError, CollectiveMismatchError, PeerLostError
+from collectives.post import HUB, LOOK, Box, Farewell, Kind, Post
 from collectives.region import CLOSED, FAILED, OPEN
 from collectives.rendezvous import meet
 from collectives.stream import ToSelf, check_message
@@ -146,12 +146,29 @@ class Tcp(Backend):
     def _turn(self, part: bytes, what: Callable[[], str]) -> list[bytes]:
         """One gather of the hub's."""
         self._gathers += 1
-        number, post = self._gathers, self.host
-        post.send(Kind.GATHER, self._id, number, part)
+        number, gathered = self._gathers, self._box.gathered
+
+        def arrivals() -> str:
+            return self.host.ask(self._id, number, "gather")
+
+        self._await(self.host.room, what, self._others, arrivals)
+        self.host.send(Kind.GATHER, self._id, number, part)
+        self._await(lambda: number in gathered, what, self._others, arrivals)
+        return gathered.pop(number)
+
+    def _await(
+        self, ready: Callable[[], bool], what: Callable[[], str], peers: Sequence[int], arrivals: Callable[[], str]
+    ) -> None:
+        """Wait for what letters of `peers`, by way of the hub, make so, or for room for letters to them."""
+        post = self.host
+        if ready():
+            return
         with Watch(self, what) as watch:
-            while not post.wait(lambda: number in self._box.gathered, LOOK):
-                watch.look(self._others, lambda: post.ask(self._id, number, "gather"))
-        return self._box.gathered.pop(number)
+            while not post.wait(ready, LOOK):
+                watch.look(peers, arrivals)
+                if HUB in post.gone and HUB not in (self.members[peer] for peer in peers) and not ready():
+                    hub = f"rank {HUB}" if self.members[HUB] == HUB else f"rank {HUB} of the ranks that init joined"
+                    raise PeerLostError(f"{what()}: {hub} {post.obituary(HUB)}, and letters go by way of it")
 
     # Agreement
 
@@ -187,6 +204,7 @@ class Tcp(Backend):
                 data = memoryview(_MESSAGE.pack(tag, find(array.dtype).code, array.size) + as_bytes(array).tobytes())
                 for start in range(0, len(data), _PIECE):
                     piece = bytes(data[start : start + _PIECE])
+                    self._await_peer(self.host.room, f"send(rank {peer})", peer)
                     self.host.send(Kind.MAIL, self._id, body=piece, target=self.members[peer])
             for array, peer, tag in receives:
                 if peer == self.rank:
@@ -214,13 +232,11 @@ class Tcp(Backend):
 
     def _letter(self, peer: int) -> bytes:
         member = self.members[peer]
-        self._await(lambda: bool(self._box.mail.get(member)), f"recv(rank {peer})", peer)
+        self._await_peer(lambda: bool(self._box.mail.get(member)), f"recv(rank {peer})", peer)
         return self._box.mail[member].popleft()
 
-    def _await(self, ready: Callable[[], bool], what: str, peer: int) -> None:
-        with Watch(self, lambda: what) as watch:
-            while not self.host.wait(ready, LOOK):
-                watch.look([peer], lambda: self.host.ask(self._id, 0, ""))
+    def _await_peer(self, ready: Callable[[], bool], what: str, peer: int) -> None:
+        self._await(ready, lambda: what, [peer], lambda: self.host.ask(self._id, 0, ""))
 
     def signal(self, rank: int) -> None:
         self.check_usable()
@@ -231,7 +247,7 @@ class Tcp(Backend):
         member = self.members[rank]
         taken = self._signals_taken[member]
         with Failing(self):
-            self._await(lambda: self._box.signals[member] > taken, f"wait_signal({rank})", rank)
+            self._await_peer(lambda: self._box.signals[member] > taken, f"wait_signal({rank})", rank)
         self._signals_taken[member] = taken + 1
 
     def check(self, ranks: Sequence[int]) -> None:
@@ -271,7 +287,7 @@ class Tcp(Backend):
 
     def wait_until(self, word: Array, value: int, rank: int) -> None:
         view = self.peer_view(word, rank)
-        self._await(lambda: bool(view.item() >= value), f"wait_until({value}, rank {rank})", rank)
+        self._await_peer(lambda: bool(view.item() >= value), f"wait_until({value}, rank {rank})", rank)
 
     # Families and endings
 

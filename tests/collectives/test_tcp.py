@@ -3,6 +3,8 @@ by way of the hub, and who is gone."""
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,10 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 from apart import over_tcp
 from over_mpi import every_collective, messages
 
-from collectives import CollectiveError, CollectiveMismatchError, Communicator
+from collectives import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, Communicator, PeerLostError
+from collectives.backends.tcp import Tcp
+from collectives.post import Kind, Post
+from collectives.rendezvous import Place, meet
 
 
 def every_call(comm: Communicator) -> list[str]:
@@ -67,3 +72,85 @@ def test_what_cannot_be_is_refused_on_every_rank(crew: Any) -> None:
             told, ("cannot be reached", "go one way only", "rank 1 called all_reduce(float64, count 4")
         ):
             assert part in text
+
+
+def without_a_hub(comm: Communicator) -> list[str]:
+    """What a family says that the hub is not in, when the hub's connections are cut."""
+    engine = over_tcp(comm, "abc")
+    there, told = Communicator(engine), []
+    family = there.split(0 if comm.rank else None)
+    comm.barrier()
+    if family is None:
+        for channel in list(engine.host._channels.values()):
+            channel.socket.shutdown(socket.SHUT_RDWR)
+    comm.barrier()
+    if family is not None:
+        for act in (lambda: family.all_reduce(np.ones(2)), lambda: there.recv(np.zeros(1), 3 - comm.rank)):
+            with pytest.raises(PeerLostError) as caught:
+                act()
+            told.append(str(caught.value))
+    there.abort()
+    there.close()
+    return told
+
+
+def test_ranks_whose_letters_the_hub_carried_see_at_once_that_it_is_gone(crew: Any) -> None:
+    hub, *others = crew(without_a_hub, 3)
+    for told in others:
+        assert "all_reduce" in told[0] and "rank 0 of the ranks that init joined (process" in told[0], told
+        assert "recv" in told[1] and "rank 0 (process" in told[1], told
+
+
+def to_one_that_does_not_read(comm: Communicator) -> str:
+    """What sends say when the other's thread does nothing, as in a process that is stopped."""
+    engine = over_tcp(comm, "ab", timeout=1.5)
+    there, told = Communicator(engine), ""
+    if comm.rank == 1:
+        with engine.host._news:
+            comm.barrier()
+    else:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            there.send(np.zeros(8 << 20), 1)
+        told = str(caught.value)
+        comm.barrier()
+    there.abort()
+    there.close()
+    return told
+
+
+def test_a_send_to_a_rank_that_does_not_read_ends_at_the_deadline(crew: Any) -> None:
+    assert "send(rank 1) did not finish in" in crew(to_one_that_does_not_read, 2)[0]
+
+
+def forked(comm: Communicator) -> int:
+    """How many of this rank's connections its forked child has, too."""
+    with Communicator(over_tcp(comm, "ab")) as there:
+        sockets = {os.fstat(channel.fileno()).st_ino for channel in there._backend.host._channels.values()}  # type: ignore[attr-defined]
+        child = os.fork()
+        if child == 0:
+            kept = 0
+            for name in os.listdir("/proc/self/fd"):
+                try:
+                    kept += os.stat(f"/proc/self/fd/{name}").st_ino in sockets
+                except OSError:
+                    pass
+            os._exit(kept)
+        there.barrier()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_does_not_keep_connections_by_which_its_parents_death_is_seen(crew: Any) -> None:
+    assert crew(forked, 2) == [0, 0]
+
+
+def test_a_last_report_that_comes_when_all_have_left_is_not_minded() -> None:
+    post = Post(meet(Place(0, 1, f"unix:{os.urandom(8).hex()}")))
+    with Communicator(Tcp(post, [0], 10.0)) as alone:
+        family = Tcp(post, [0], 10.0, (1,))
+        calls = family.ledger()
+        calls.begin(tuple(range(4)))
+        late = calls.news()
+        family.close()
+        post.send(Kind.CALLS, family._id, body=late)
+        alone.barrier()
+        assert not post.gone
