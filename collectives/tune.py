@@ -27,6 +27,8 @@ from collectives.threads import here
 FOOTPRINTS = tuple(int(2 ** (19 + k / 2)) for k in range(17))  # bytes that all ranks touch together: 512 KB to 128 MB
 _REPEATS = 7
 _SMALL_CALLS = 1000
+_ENTRIES = 100  # calls that nearly only enter: what is subtracted has to be the least there is
+_FASTEST = 1e12  # bytes a second: no core loads so fast, from whatever cache
 _LEAST = 1e-8  # seconds: of what is measured as a difference
 
 
@@ -46,14 +48,14 @@ def measure(comm: Communicator, footprints: Sequence[int] = FOOTPRINTS) -> Topol
     counts = [max(footprint // ((comm.size + 1) * 4), comm.size) // comm.size * comm.size for footprint in footprints]
     x, out = comm.zeros(max(counts), np.float32), comm.zeros(max(counts), np.float32)
 
-    def time(collective: str, algorithm: str, count: int) -> Seconds:
+    def time(collective: str, algorithm: str, count: int, repeats: int = _REPEATS) -> Seconds:
         result = out[: count // comm.size if collective == "reduce_scatter" else count]
         options = {"out": result} if collective == "reduce_scatter" or comm.rank == 0 else {}
         call = comm.plan(collective, x[:count], algorithm=algorithm, **options)
-        return float(slowest(comm, call, _REPEATS, refill=x[:count]).min())
+        return float(slowest(comm, call, repeats, refill=x[:count]).min())
 
     def times(collective: str, algorithm: str) -> dict[int, Seconds]:
-        least = time(collective, algorithm, comm.size)  # whatever the size: entering, a Move, signals, Python
+        least = time(collective, algorithm, comm.size, _ENTRIES)  # whatever the size: entering, a Move, signals, Python
         return {4 * count: max(time(collective, algorithm, count) - least, _LEAST) for count in counts}
 
     return fit(comm.size, latency, overhead, times("reduce", "one_shot"), times("reduce_scatter", "direct"))
@@ -120,6 +122,13 @@ def main(argv: Sequence[str]) -> int:
     if chosen.ranks < 2:
         parser.error("one rank has nobody to talk to: -n is 2 or more")
     found: Topology = spawn(measure, chosen.ranks, backend="shm")[0]
+    if max(rate for _, rate in found.own.points) > _FASTEST:
+        print(
+            "mgpu tune: some bytes seemed to take no time, as happens where other programs use the processors; "
+            "nothing is kept: try again when the machine is quiet",
+            file=sys.stderr,
+        )
+        return 1
     print(f"{chosen.ranks} ranks: a signal takes {found.latency * 1e6:.2f} us, a Move {found.overhead * 1e6:.2f} us")
     print(f"{'bytes touched':>14} {'one rank alone':>15} {'all together':>13}   GB/s")
     for (footprint, alone), (_, together) in zip(found.own.points, found.together.points, strict=True):

@@ -86,6 +86,15 @@ def test_what_is_measured_is_kept_for_as_many_ranks(
         tune.main(["-n", "1"])
 
 
+def test_what_cannot_be_is_not_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a busy machine moving the bytes may seem to take no longer than entering the call."""
+    busy = tune.fit(2, 1e-6, 1e-7, {MIB: 1e-8, 2 * MIB: 1e-4}, {MIB: 1e-8, 2 * MIB: 1e-4})
+    monkeypatch.setattr(tune, "spawn", lambda fn, ranks, backend: [busy] * ranks)
+    assert tune.main(["-n", "2"]) == 1
+    assert "try again when the machine is quiet" in capsys.readouterr().err
+    assert measured.kept(2) is None
+
+
 def test_what_is_kept_is_for_the_processors_that_ranks_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
