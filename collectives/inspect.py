@@ -124,21 +124,30 @@ def predict_main(argv: Sequence[str]) -> int:
     size, last = parse_bytes(chosen.minbytes, "-b"), parse_bytes(chosen.maxbytes, "-e")
     if size < 1 or chosen.factor < 2:
         parser.error("sizes start at 1 byte, and grow by a factor of at least 2")
-    where = f"{len(topology.hosts)} hosts" if len(topology.hosts) > 1 else "this machine" if found else "one host"
-    print(f"{chosen.collective}, {topology.size} ranks on {where}: microseconds")
-    print(f"{'bytes':>12}" + "".join(f"{name:>20}" for name in names))
 
     @cache
     def build_once(name: str, pipelined: bool) -> Program:
         memory = chosen.memory or "symmetric"
         return _build(parser, chosen, name, topology.size, memory=memory, slots=SLOTS, pipelined=pipelined)
 
+    if not chosen.closed:
+        build_once(names[0], False)  # whatever is wrong is said before the table begins
+    print(f"{chosen.collective}, {topology.size} ranks on {_where(chosen, topology, found is not None)}: microseconds")
+    print(f"{'bytes':>12}" + "".join(f"{name:>20}" for name in names))
     while size <= last:
         times = [_time(chosen, name, size, topology, build_once) for name in names]
         row = "".join(f"{t * 1e6:>19.1f}{'*' if t == min(times) and len(times) > 1 else ' '}" for t in times)
         print(f"{size:>12}{row.rstrip()}", flush=True)
         size *= chosen.factor
     return 0
+
+
+def _where(chosen: argparse.Namespace, topology: cost.Topology, tuned: bool) -> str:
+    if len(topology.hosts) > 1:
+        return f"{len(topology.hosts)} hosts"
+    if tuned:
+        return "this machine, as mgpu tune measured it"
+    return "one host" if chosen.topology else f"a plausible host (mgpu tune -n {topology.size} measures this one)"
 
 
 def _build(parser: argparse.ArgumentParser, chosen: argparse.Namespace, name: str, size: int, **more: Any) -> Program:
