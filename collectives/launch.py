@@ -230,6 +230,8 @@ def main(argv: Sequence[str]) -> int:
     """The command `mgpu run`. The exit code is that of the first rank to fail, 128 + the signal if one killed it."""
     parser = _parser()
     options = parser.parse_args(argv)
+    if not options.module and options.script != "-" and not os.path.exists(options.script):
+        parser.error(f"there is no file {options.script}")  # once, and not by every rank's Python
     size = threads.here(1) if options.ranks is None else options.ranks
     least = size if options.min_ranks is None else options.min_ranks
     if least > size:
@@ -312,7 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", type=_count, metavar="N", dest="ranks", help="ranks (default: one per processor)")
     parser.add_argument("--threads", type=_count, metavar="K", help="threads in each rank's pools (default: its share)")
     parser.add_argument("--pin", action="store_true", help="keep each rank on processors of its own")
-    parser.add_argument("--prefix", action="store_true", help="put [rank] before every line of output")
+    parser.add_argument("--prefix", action="store_true", help="put [rank] before every line of output, and mix none")
     parser.add_argument("--restarts", type=_number, default=0, metavar="R", help="start again after up to R failures")
     parser.add_argument(
         "--min-ranks",
@@ -323,7 +325,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeline", metavar="FILE", help="write a timeline of all ranks' calls, for Perfetto")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
     parser.add_argument("script", help="a Python file, or with -m a module's name")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    arguments = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    arguments.required = False  # else both are asked for where the script is missing
     return parser
 
 

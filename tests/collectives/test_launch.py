@@ -522,10 +522,20 @@ def test_when_the_launcher_is_killed_its_ranks_die(tmp_path):
         assert all(gone(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("options", [[], ["-n", "0", "x.py"], ["-n", "two", "x.py"], ["--threads", "0", "x.py"]])
-def test_wrong_usage(options):
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ([], "the following arguments are required: script"),
+        (["-n", "0", __file__], "'0' is not a whole number, 1 or more"),
+        (["-n", "two", __file__], "'two' is not a whole number, 1 or more"),
+        (["--threads", "0", __file__], "'0' is not a whole number, 1 or more"),
+        (["-n", "3", "not_there.py"], "there is no file not_there.py"),
+    ],
+)
+def test_wrong_usage(options, complaint):
     done = subprocess.run([sys.executable, "-c", RUN, "0.5", *options], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "usage: mgpu run" in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("usage: mgpu run")
+    assert done.stderr.count("\n") == 2 and done.stderr.endswith(f"{complaint}\n")
 
 
 def test_the_launcher_starts_quickly_for_want_of_imports():
