@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("MGPU_DEBUG") == "1" or not explains_itself(error):
             raise
-        print(f"mgpu: {error}", file=sys.stderr)
+        print(f"mgpu: {told(error)}", file=sys.stderr)
         return 1
 
 
@@ -60,19 +60,22 @@ def dispatch(argv: list[str]) -> int:
 def dispatch_group(group: str, argv: list[str]) -> int:
     """Run a benchmark or a recipe; its name may be written with dashes or underscores."""
     package, description = GROUPS[group]
-    names = members(package)
-    collectives: set[str] = set()
+    runnable = members(package)
+    collectives: list[str] = []
     if package == "bench":
         importlib.import_module("collectives.installation").check_ours("bench")
-        collectives = set(importlib.import_module("collectives.contract").COLLECTIVES)
-        names = sorted({*names, *collectives})
+        collectives = sorted(importlib.import_module("collectives.contract").COLLECTIVES)
+        runnable = {name: text for name, text in runnable.items() if name not in collectives}
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
-        print(f"{description}\n\nthere are: {', '.join(names)}\nmgpu {group} NAME --help says more")
+        listing = [f"  {name.replace('_', '-'):20} {text}" for name, text in runnable.items()]
+        if collectives:
+            listing.insert(0, f"  {', '.join(collectives)}\n  {'':20} time and bandwidth against size")
+        print("\n".join([description, "", *listing, "", f"mgpu {group} NAME --help says more"]))
         return 0
     module = name.replace("-", "_")
-    if module not in names:
-        return unknown(group, name, names)
+    if module not in runnable and module not in collectives:
+        return unknown(group, name, [*collectives, *(known.replace("_", "-") for known in runnable)])
     if module in collectives:
         return int(importlib.import_module("bench.collective").run(module, rest))
     return call(f"{package}.{module}:main", rest)
@@ -84,17 +87,32 @@ def call(target: str, argv: list[str]) -> int:
     return int(getattr(importlib.import_module(module), function)(argv))
 
 
-def members(package: str) -> list[str]:
-    """Names of the modules of a package that define `main`."""
+def members(package: str) -> dict[str, str]:
+    """The modules of a package that define `main`, by name, with what the first line of their text says of them."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations or [] if spec else []
     modules = [path for folder in folders for path in Path(folder).glob("*.py") if not path.name.startswith("_")]
-    return sorted(path.stem for path in modules if re.search(r"^def main\(", path.read_text(), re.MULTILINE))
+    texts = {path.stem: path.read_text() for path in sorted(modules)}
+    return {name: summary(text) for name, text in texts.items() if re.search(r"^def main\(", text, re.MULTILINE)}
+
+
+def summary(text: str) -> str:
+    """The first line of a module's docstring, without the command's own name before or behind it."""
+    line = text.partition("\n")[0].strip('"')
+    line = re.sub(r"^`mgpu [^`]*`: |: `mgpu [^`]*`.*$", "", line).rstrip(".")
+    return line[:1].lower() + line[1:]
 
 
 def explains_itself(error: Exception) -> bool:
     """Ours, or a missing file or library: the message is enough. Anything else is a bug and keeps its traceback."""
     return type(error).__module__.partition(".")[0] in OURS or isinstance(error, OSError | ImportError)
+
+
+def told(error: Exception) -> str:
+    """What an error says, without the number that an OSError begins with."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def unknown(kind: str, name: str, known: list[str]) -> int:

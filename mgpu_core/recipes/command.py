@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,22 +63,23 @@ def parser(
 
 def positive(text: str) -> int:
     """A whole number from 1."""
-    if int(text) < 1:
-        raise ValueError
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
     return int(text)
 
 
 def rate(text: str) -> float:
     """A finite number above 0."""
-    if not 0 < float(text) < math.inf:
-        raise ValueError
-    return float(text)
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
 
 
 def seed_number(text: str) -> int:
     """A whole number from 0, below 2**64."""
-    if not 0 <= int(text) < 2**64:
-        raise ValueError
+    if not text.isdecimal() or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0, below 2**64")
     return int(text)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives.contract import COLLECTIVES
 from mgpu_core import cli
 
 
@@ -36,12 +37,11 @@ def test_a_group_lists_the_modules_that_can_be_run(group: str, capsys: pytest.Ca
     assert names and "__init__" not in names
     assert cli.main([group]) == 0
     listing = capsys.readouterr().out
-    assert all(name in listing for name in names)
+    assert all(f"  {name.replace('_', '-')} " in listing or name in COLLECTIVES for name in names)
 
 
 def test_every_collective_is_a_benchmark(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from bench import collective
-    from collectives.contract import COLLECTIVES
 
     seen = []
     monkeypatch.setattr(collective, "run", lambda name, argv: seen.append((name, argv)) or 7)
@@ -56,12 +56,12 @@ def test_every_collective_is_a_benchmark(monkeypatch: pytest.MonkeyPatch, capsys
 def test_members_are_the_public_modules_with_a_main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "probe_package"
     folder.mkdir()
-    runnable = "def main(argv):\n    return len(argv)\n"
+    runnable = '"""`mgpu probe fast`: What it does."""\n\ndef main(argv):\n    return len(argv)\n'
     for name, text in {"__init__": "", "fast_one": runnable, "support": "x = 1\n", "_hidden": runnable}.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(cli.GROUPS, "probe", ("probe_package", "probes"))
-    assert cli.members("probe_package") == ["fast_one"]
+    assert cli.members("probe_package") == {"fast_one": "what it does"}
     assert cli.main(["probe", "fast_one", "a", "b"]) == cli.main(["probe", "fast-one", "a", "b"]) == 2
     assert cli.main(["probe", "support"]) == 2
 
@@ -128,6 +128,10 @@ def test_an_error_of_ours_is_a_line_and_a_bug_is_a_traceback(
     assert capsys.readouterr().err == "mgpu: it is hidden\n"
     with pytest.raises(KeyError, match="bug"):
         cli.main(["probe", "with a bug"])
+    command(lambda argv: open("not there").fileno())
+    assert cli.main(["probe"]) == 1
+    assert capsys.readouterr().err == "mgpu: not there: No such file or directory\n"
+    command(failing)
     monkeypatch.setenv("MGPU_DEBUG", "1")
     with pytest.raises(ShadowedPackageError):
         cli.main(["probe"])
