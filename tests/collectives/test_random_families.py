@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +113,7 @@ def usage() -> dict[str, int]:
         "threads": int(fields["Threads"]),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "segments": Path("/proc/self/maps").read_text().count("memfd:mgpu"),
+        "compilers": "numba" in sys.modules,
     }
 
 
@@ -121,7 +123,8 @@ def check(size: int, calls: int, seed: int) -> None:
         print(f"rank {rank}: {early} after {calls // 5} calls, {late} after {calls}")
         assert (late["descriptors"], late["segments"]) == (early["descriptors"], early["segments"])
         assert late["threads"] <= 2 + MOST
-        assert late["KiB"] < early["KiB"] + (48 << 10)
+        compilers = late["compilers"] - early["compilers"]  # who was the first to need a kernel has loaded Numba
+        assert late["KiB"] < early["KiB"] + (48 << 10) + compilers * (128 << 10)
 
 
 def test_random_collectives_over_random_families() -> None:
