@@ -169,7 +169,7 @@ def episode(folder: Path, options: argparse.Namespace, seed: int, seconds: float
                     next_kill = now + draw.expovariate(1 / options.every)
                 if now > began + seconds and kills:
                     (folder / STOP).touch()
-                if now > next_sample:
+                if next_sample < now < began + seconds:  # and not of ranks that close
                     next_sample = now + _SAMPLE
                     looked = [sample("launcher", launcher.pid, -1)]
                     looked += [sample(f"rank {rank.rank}", rank.pid, rank.attempt) for rank in ranks]
