@@ -449,6 +449,7 @@ class Post:
         for channel in self._channels.values():
             channel.close()
         self._listener.close()
+        self.meeting.disown()
 
 
 def _interface(address: str) -> str:

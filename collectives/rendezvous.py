@@ -199,6 +199,14 @@ class Meeting:
         self._pidfds = {}
         self.peers = [Peer(peer.rank, peer.pid, peer.host, peer.local, None) for peer in self.peers]
 
+    def disown(self) -> None:
+        """In a fork of this rank's process: let go of the connections without a word, since others see by them when the
+        rank itself ends."""
+        for star in (self._star, self._local):
+            if star:
+                star.error = star.error or CollectiveError("this process is a fork of the rank's")
+                star.close()
+
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + (self._timeout if timeout is None else timeout)
 

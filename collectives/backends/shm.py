@@ -494,6 +494,7 @@ class Shm(Backend):
             self._progress.disown(CollectiveError(reason))
         self._closed, self._progress = True, None
         self._be_unusual()
+        self.host.meeting.disown()
 
     def close(self) -> None:
         if self._closed:

@@ -23,6 +23,11 @@ try:
     comm = collectives.init(rank=rank, size=3, address={address!r}, timeout=60)
     comm.all_reduce(np.ones(3))
     if rank == dead:
+        if {forks} and os.fork() == 0:  # as workers that read data; it lives on
+            ends = time.monotonic() + 30
+            while len(os.listdir({address!r}[5:])) < 3 and time.monotonic() < ends:  # the moment, and two reports
+                time.sleep(0.05)
+            os._exit(0)
         time.sleep(0.3)
         die()
     comm.all_reduce(np.ones(3))
@@ -32,10 +37,10 @@ report(rank, kind, text)
 """
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_death_is_seen_without_pidfds(dead: int, tmp_path: Path) -> None:
-    """Rank 0, through whom all have met, or another."""
-    script = SCRIPT.format(folder=str(Path(__file__).parent), dead=dead, address=f"unix:{tmp_path}")
+@pytest.mark.parametrize(("dead", "forks"), [(0, False), (1, False), (1, True)])
+def test_a_death_is_seen_without_pidfds(dead: int, forks: bool, tmp_path: Path) -> None:
+    """Rank 0, through whom all have met, or another, or one whose forked child lives on."""
+    script = SCRIPT.format(folder=str(Path(__file__).parent), dead=dead, forks=forks, address=f"unix:{tmp_path}")
     environ = {**os.environ, "SURVIVORS": str(tmp_path)}
     ranks = [subprocess.Popen([sys.executable, "-c", script, str(rank)], env=environ) for rank in range(3)]
     try:
