@@ -20,6 +20,7 @@ if not peers.has("mpi4py") or not peers.find_mpis():
 MPIS = peers.find_mpis()
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 FIRST = next(iter(MPIS))
+PATIENCE = 90.0  # seconds for a job
 SOON = 5.0  # seconds after the deadline within which every rank has been told
 
 
@@ -32,7 +33,11 @@ def start(
     launcher, *rest = mpi.command(len(hosts), program)
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", HERE)))
     environ = {**os.environ, **mpi.environment(), "PYTHONPATH": paths}
-    done = subprocess.run([launcher, *(options or []), *rest], env=environ, capture_output=True, text=True, timeout=300)
+    command = [launcher, *(options or []), *rest]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired as late:  # Open MPI's launcher stays, now and then, when its ranks have aborted
+        done = subprocess.CompletedProcess(command, 1, "", str(late.stderr))
     places = [folder / str(rank) for rank in range(len(hosts))]
     return done, [json.loads(place.read_text()) if place.exists() else None for place in places]
 
