@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
+import collectives.algorithms  # noqa: F401  (registers those that --algorithm may name)
 from bench import bandwidth, case, peers, plot, record, sizes, table
 from bench.candidates import LIMIT, OURS, Candidate, is_ours
 from bench.case import Case
@@ -26,6 +27,7 @@ from bench.crew import Crew, Launch, python, start
 from bench.inputs import OPERATIONS
 from bench.samples import LIMIT_FROM, Measurement, Row, summarise, write_csv, write_json
 from bench.states import FAR, NEAR
+from collectives.builder import algorithms
 from collectives.initialise import BACKENDS
 from kernels.dtypes import find
 
@@ -50,6 +52,7 @@ def run(collective: str, argv: Sequence[str]) -> int:
         candidates = [*variants(arguments), *(Candidate(name) for name in names if name in crews)]
         for name, crew in crews.items():
             print(f"# {name:10} {crew.version}")
+        print(f"# {table.LEGEND}")
         measurement = Measurement(crews, candidates, cases)
         measurement.allocate(max(case.nbytes for case in cases))
         measure(measurement, arguments)
@@ -107,6 +110,12 @@ def plan_cases(collective: str, arguments: argparse.Namespace) -> list[Case]:
         raise ValueError("-n, --rounds and --iters are at least 1, -w at least 0")
     if unknown := [name for name in arguments.backend if name not in BACKENDS]:
         raise ValueError(f"unknown backend {', '.join(unknown)}: choose from {', '.join(BACKENDS)}")
+    known = algorithms(collective)
+    if unknown := [name for name in arguments.algorithm if name is not None and name not in known]:
+        raise ValueError(f"unknown algorithm {', '.join(unknown)}: choose from {', '.join(sorted(known))}")
+    for file in (arguments.json, arguments.csv, arguments.plot):  # before minutes of work for it
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"there is no folder {file.parent} to write {file.name} into")
     dtypes = _choose(arguments.datatype, _DTYPES, list(table.NCCL_NAMES), "datatype")
     ops = _choose(arguments.op, {op: op for op in OPERATIONS}, list(OPERATIONS), "op")
     known_roots = {str(rank): str(rank) for rank in range(arguments.ranks)}

@@ -22,6 +22,10 @@ NCCL_NAMES = {
     "int64": "int64",
     "uint64": "uint64",
 }
+LEGEND = (
+    "best: the fastest peer's time over this one's; limit: the share of what memory allows, by a += b; "
+    "state: cores near or far, samples"
+)
 _CASE = "{:>12} {:>12} {:>9} {:>7} {:>5}  "
 _BLOCK = "{:>9} {:>7} {:>7} {:>6} {:>6} {:>6} {:>8}"
 

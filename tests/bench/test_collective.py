@@ -71,6 +71,8 @@ def test_ours_come_in_each_memory_algorithm_and_way_of_calling() -> None:
         ("-r 2", "unknown root 2"),
         ("--backend shn", "unknown backend shn"),
         ("--memory shared", "invalid choice"),
+        ("--algorithm ring,rign", "unknown algorithm rign: choose from bidirectional_ring, "),
+        ("--json nowhere/x.json", "there is no folder nowhere to write x.json into"),
     ],
 )
 def test_a_wrong_flag_is_a_usage_error_that_says_what_is_expected(
