@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from over_cable import DEADLINE, SEED, STEPS
+from over_cable import DEADLINES, SEED, STEPS
 
 from bench import peers
 from bench.soak_rank import trainer
@@ -96,8 +96,10 @@ def hosts() -> Iterator[list[Host]]:
         yield both
 
 
-def pull(hosts: list[Host]) -> float:
-    """Pull the cable; the moment."""
+def pull(hosts: list[Host], folder: Path) -> float:
+    """Pull the cable, when all ranks know that it will be; the moment."""
+    (folder / "pulling").touch()
+    wait_for([folder / f"ready {rank}" for rank in range(SIZE)], [])
     subprocess.run(hosts[0].command(["ip", "link", "set", "cable", "down"]), check=True)
     return time.monotonic()
 
@@ -143,13 +145,13 @@ def told(folder: Path, what: str) -> list[Any]:
     return [json.loads((folder / f"{what} {rank}").read_text()) for rank in range(SIZE)]
 
 
-def check_failures(folder: Path, pulled: float) -> None:
+def check_failures(folder: Path, job: str, pulled: float) -> None:
     """All ranks have failed in time, and each names the other host."""
     for rank, (error, moment) in enumerate(told(folder, "failed")):
         other = NAMES[1 - rank // 2]
         assert error.startswith(("CollectiveTimeoutError: ", "PeerLostError: ")) and other in error, (rank, error)
         print(f"rank {rank}, {moment - pulled:.1f} s after: {error}")
-        assert moment - pulled < DEADLINE + MORE
+        assert moment - pulled < DEADLINES[job] + MORE
 
 
 def test_ranks_meet_across_the_cable_until_it_is_pulled(hosts: list[Host], tmp_path: Path) -> None:
@@ -161,10 +163,10 @@ def test_ranks_meet_across_the_cable_until_it_is_pulled(hosts: list[Host], tmp_p
             assert "mpi" in text and all(each in text for each in strangers), text
             assert payloads == [f"from {other}" for other in range(SIZE)]
             assert local == descriptors == [other // 2 == rank // 2 for other in range(SIZE)]
-        pulled = pull(hosts)
+        pulled = pull(hosts, tmp_path)
         ended = [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]
         assert all(rank.returncode for rank in ranks), ended
-        check_failures(tmp_path, pulled)
+        check_failures(tmp_path, "over_tcp", pulled)
 
 
 def test_calls_of_nccl_until_the_cable_is_pulled(hosts: list[Host], tmp_path: Path) -> None:
@@ -175,10 +177,10 @@ def test_calls_of_nccl_until_the_cable_is_pulled(hosts: list[Host], tmp_path: Pa
         ranks = [stack.enter_context(rank) for rank in start_by_hand(hosts, tmp_path, "over_nccl")]
         wait_for([tmp_path / f"told {rank}" for rank in range(SIZE)], ranks)
         assert told(tmp_path, "told") == [["nccl", [6.0], [" (on hostb)"]]] * SIZE
-        pulled = pull(hosts)
+        pulled = pull(hosts, tmp_path)
         ended = [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]
         assert all(rank.returncode for rank in ranks), ended
-        check_failures(tmp_path, pulled)
+        check_failures(tmp_path, "over_nccl", pulled)
 
 
 def test_reducing_and_training_over_mpi_until_the_cable_is_pulled(hosts: list[Host], tmp_path: Path) -> None:
@@ -199,15 +201,15 @@ def test_reducing_and_training_over_mpi_until_the_cable_is_pulled(hosts: list[Ho
             wait_for([tmp_path / f"told {rank}" for rank in range(SIZE)], [launcher])
             assert told(tmp_path, "told") == [["shm+mpi", [], 1]] * SIZE
             check_training(tmp_path)
-            pulled = pull(hosts)
+            pulled = pull(hosts, tmp_path)
             wait_for([tmp_path / f"failed {rank}" for rank in range(SIZE)], [])
-            check_failures(tmp_path, pulled)
+            check_failures(tmp_path, "over_mpi", pulled)
             while running := [line for each in hosts for pid in each.processes() if (line := rank_line(pid))]:
-                assert time.monotonic() < pulled + DEADLINE + MORE, running
+                assert time.monotonic() < pulled + DEADLINES["over_mpi"] + MORE, running
                 time.sleep(0.05)
             print(f"no rank runs {time.monotonic() - pulled:.1f} s after")
             while not (codes := [path.read_text().strip() for path in tmp_path.glob("code ?")]):  # of who ended first
-                assert time.monotonic() < pulled + DEADLINE + MORE
+                assert time.monotonic() < pulled + DEADLINES["over_mpi"] + MORE
                 time.sleep(0.05)
             assert "0" not in codes, codes
         finally:
