@@ -158,7 +158,7 @@ def _slurm(environ: Mapping[str, str]) -> Standing:
 # In this order: a launcher may start another, whose variables then stand beside its own. What an mpirun starts inside a
 # Slurm step sees that step's variables too; a batch script, which is no rank, sees all but SLURM_STEP_NUM_TASKS.
 _LAUNCHERS: list[tuple[Callable[[Mapping[str, str]], Standing], Callable[[Mapping[str, str]], bool]]] = [
-    (_mgpu, lambda environ: "MGPU_RANK" in environ),
+    (_mgpu, lambda environ: "MGPU_RANK" in environ or "MGPU_SIZE" in environ),  # one alone is an error, not one rank
     (_torchrun, lambda environ: all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))),
     (_open_mpi, lambda environ: "OMPI_COMM_WORLD_RANK" in environ),
     (_pmi, lambda environ: "PMI_RANK" in environ and "MPI_LOCALNRANKS" in environ),

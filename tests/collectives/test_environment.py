@@ -135,6 +135,7 @@ def test_slurm_s_tasks_per_node(text, counts):
     "environ,name",
     [
         (changed(MGPU, MGPU_RANK="x"), "MGPU_RANK='x'"),
+        (changed(MGPU, MGPU_RANK=None), "MGPU_RANK=''"),
         (changed(MGPU, MGPU_RANK="-1"), "MGPU_RANK='-1'"),
         (changed(MGPU, MGPU_RANK=""), "MGPU_RANK=''"),
         (changed(MGPU, MGPU_SIZE=None), "MGPU_SIZE=''"),
