@@ -18,9 +18,7 @@ from collectives.device_arrays import DeviceArray
 from kernels import dtypes, native
 
 Array = npt.NDArray[Any]
-# They raise ValueError for an array that is not C-contiguous and aligned, `plain_address` for a read-only one too.
-plain_address = native.address_function(writable=True)
-readable_address = native.address_function(writable=False)
+_plain_address = native.address_function()
 
 
 def view(x: Any, role: str = "the array", writable: bool = False) -> Array:
@@ -69,7 +67,7 @@ def address(array: Any) -> int:
     if isinstance(array, DeviceArray):
         return array.address
     try:
-        return readable_address(array)
+        return _plain_address(array)
     except ValueError:  # not aligned, say
         return int(array.__array_interface__["data"][0])
 

@@ -31,7 +31,7 @@ import numpy.typing as npt
 from collectives import arrays
 from collectives.again import Again, Known, Terms, the_one_object
 from collectives.arrays import Array
-from collectives.backends.base import Backend, Pending
+from collectives.backends.base import Backend, MessageWay, Pending
 from collectives.call import Call, PremulSum, make_call, padded, scale_bits
 from collectives.errors import CollectiveError
 from kernels.dtypes import OPERATIONS, DType, find
@@ -83,6 +83,7 @@ class Communicator:
         self.size = backend.size
         self._lock = threading.RLock()
         self._again: Again | None = None  # what calls that are made again go by
+        self._message_way: MessageWay | None = None  # what makes plain messages
         self._group: tuple[list[Message], list[Message]] | None = None
         self._parent: Communicator | None = None
         self._finalizer = weakref.finalize(self, backend.close)  # for whoever drops it without closing it
@@ -271,17 +272,21 @@ class Communicator:
 
     def send(self, x: Any, dst: int, *, tag: int = 0) -> None:
         """Send an array to rank `dst`. Returns when x may be used again: a message of up to `eager_bytes` may not have
-        been received then. Ranks whose sends wait for each other raise CollectiveMismatchError."""
-        self._messages([self._outgoing(x, dst, tag)], [])
+        been received then. Larger ones are fastest from symmetric memory (`empty`), where the receiver reads them.
+        Ranks whose sends wait for each other raise CollectiveMismatchError."""
+        if not self._message_again(x, x, dst, None, tag):
+            self._messages([self._outgoing(x, dst, tag)], [])
 
     def recv(self, out: Any, src: int, *, tag: int = 0) -> Any:
         """Receive into `out` the next array that rank `src` sent with this tag: the same dtype and element count."""
-        self._messages([], [self._incoming(out, src, tag)])
+        if not self._message_again(out, out, None, src, tag):
+            self._messages([], [self._incoming(out, src, tag)])
         return out
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, tag: int = 0) -> Any:
         """Send x to `dst` and receive `out` from `src` at the same time: no order of ranks can block."""
-        self._messages([self._outgoing(x, dst, tag)], [self._incoming(out, src, tag)])
+        if not self._message_again(x, out, dst, src, tag):
+            self._messages([self._outgoing(x, dst, tag)], [self._incoming(out, src, tag)])
         return out
 
     @contextmanager
@@ -493,13 +498,17 @@ class Communicator:
                 return out
             return self._go_on(again, found, x, out, (collective, op, root, algorithm, async_op))
         except BaseException as error:
-            if again.pending.value == threading.get_ident():  # Ctrl-C, too, which may have come before `resume`
-                try:
-                    self._backend.abort(f"{type(error).__name__}: {error}")
-                finally:  # a second Ctrl-C
-                    again.pending.value = 0
-                    self._lock.release()
+            self._give_up(again, error)
             raise
+
+    def _give_up(self, way: Again | MessageWay, error: BaseException) -> None:
+        """An error, Ctrl-C too, which may have come before `resume`, has left a call of a short way."""
+        if way.pending.value == threading.get_ident():
+            try:
+                self._backend.abort(f"{type(error).__name__}: {error}")
+            finally:  # a second Ctrl-C
+                way.pending.value = 0
+                self._lock.release()
 
     def _go_on(self, again: Again, found: int | None, x: Any, out: Any, terms: Terms) -> Any:
         """The same where the short way has left something to do: see `native.short_way`."""
@@ -770,6 +779,27 @@ class Communicator:
             return
         with self._lock:
             self._backend.exchange(sends, receives)
+            if self._message_way is None:
+                self._message_way = self._backend.message_way(self._lock.acquire, self._lock.release)
+
+    def _message_again(self, x: Any, out: Any, dst: Any, src: Any, tag: Any) -> bool:
+        """Send x to `dst`, unless that is None, and receive `out` from `src` likewise, the short way of
+        `kernels/messages.py`. False: it is not for these."""
+        way = self._message_way
+        if way is None or self._group is not None:
+            return False
+        try:
+            found = way.call(x, out, dst, src, tag)
+            if found is None:
+                return False
+            if found is not out:  # it waits
+                way.resume(x, out, dst, src, tag)
+                way.pending.value = 0
+                self._lock.release()
+        except BaseException as error:
+            self._give_up(way, error)
+            raise
+        return True
 
 
 class _Many:
@@ -837,7 +867,8 @@ def _after_fork() -> None:
     """A forked child shares its parent's counters and flags, and would corrupt them: its communicators are unusable."""
     for communicator in list(_alive):
         # Whichever of the parent's threads was in a call does not let its lock go here.
-        communicator._lock, communicator._again = threading.RLock(), None
+        communicator._lock = threading.RLock()
+        communicator._again = communicator._message_way = None
         communicator._backend.disown(
             f"process {os.getpid()} was forked from a rank; only the parent may go on as that rank"
         )

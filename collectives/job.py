@@ -89,11 +89,6 @@ class Link:
         """Collective calls that have ended."""
         return int(self.counters[0, x.COUNT_CALLS])
 
-    @property
-    def signals_sent(self) -> int:
-        """Signals that this rank has sent."""
-        return int(self.counters[0, x.COUNTERS + self.size :].sum())
-
     def count_call(self) -> None:
         """Count a call that went no further than its entry."""
         self.counters[:, x.COUNT_CALLS] += 1

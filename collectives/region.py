@@ -1,7 +1,7 @@
 """What a communicator keeps at the start of its arena, in each member's segment, for the others to see.
 
 Offsets in bytes: the rank's state (whether it has given up or closed) and who it is, the count of calls it has ended,
-what it waits for, its board of descriptors, and the flags that its peers raise.
+what it waits for, its bell, its board of descriptors, and the flags that its peers raise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _REASON = 64  # its length and the reason, JSON
 _REASON_BYTES = 1984
 _FINISHED = _REASON + _REASON_BYTES
 _WAITING = _FINISHED + 64
-_BOARD = _WAITING + 64
+_BELL = _WAITING + 64  # a flag
+_BOARD = _BELL + 64
 _FLAGS = _BOARD + PAGES * PAGE_BYTES
 _FLAG_BYTES = 64
 _KINDS = 4  # flags from each peer: of collectives, of messages that arrived, of messages that it has taken, of signals
@@ -63,6 +64,11 @@ class Region:
     def finished(self) -> int:
         """Address of the count of ended calls."""
         return self.address + _FINISHED
+
+    @property
+    def bell(self) -> int:
+        """Address of the bell that wakes this member where it waits for messages: see `kernels/messages.py`."""
+        return self.address + _BELL
 
     def flag(self, kind: int, peer: int) -> int:
         """Address of this member's flag that `peer` raises, of kind 0 (of collectives), 1 (messages), 2 (taken

@@ -1,52 +1,35 @@
-"""Messages between two ranks: every ordered pair has a stream of slots in the sender's memory, an endless pipeline
-with a credit per slot, so a send returns as soon as its data is in the slots and a large one goes on as they are
-emptied.
+"""Messages between two ranks: every ordered pair has a stream of slots in the sender's memory, an endless pipeline with
+a credit per slot, so a send returns as soon as its data is in the slots and a large one goes on as they are emptied. A
+large one that lies in symmetric memory is copied from there. Compiled code does all of that, and makes plain calls by
+itself (`kernels/messages.py`).
 
-A message is a header (tag, dtype, count), which takes one slot, and its data, which takes as many as it fills. The
-receiver takes messages in the order in which they were sent; those with a tag that it does not ask for are put aside,
-so any order of receiving is right.
+The receiver takes messages in the order in which they were sent; those with a tag that it does not ask for are put
+aside, so any order of receiving is right.
 """
 
 from __future__ import annotations
 
-import os
-import time
+import ctypes
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from collectives.arrays import Array, address
-from collectives.contract import Contract, geometry
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
-from collectives.job import Encoded, Job, Link
-from collectives.program import Buffer, Move, Program, Ref, Signal, Wait
 from collectives.watch import Watch
+from kernels import again, native
+from kernels import messages as layout
 from kernels.dtypes import DTYPES, DType, find
-from kernels.executor import DONE, LINK_SPINS, LINK_YIELDS
+from kernels.messages import SLOT_BYTES, SLOTS
 
 if TYPE_CHECKING:
     from collectives.backends.shm import Shm
 
-SLOTS = 8
-SLOT_BYTES = 64 << 10
-JOBS = 256  # kinds of messages whose jobs are kept, for each stream
-EAGER_BYTES = (SLOTS - 1) * SLOT_BYTES  # what the slots hold beside a header
-_SPIN_ONLY = (64, -1)  # patience of one who has other messages to turn to
-_HEADER = find("int64")
-_HEADER_WORDS = 4  # number, tag, dtype, count
-
-
-def stream_program() -> Program:
-    """The pipeline: rank 0 fills slots, rank 1 empties them. It has no Enter: it goes on from message to message."""
-    cell, source, target = Ref(Buffer.SCRATCH, 0, 0), Ref(Buffer.INPUT, 0, 0), Ref(Buffer.OUTPUT, 1, 0)
-    sender = (Wait(1, signal=1, lag=SLOTS), Move(0, (cell,), (source,), (True,)), Signal(1))
-    receiver = (Wait(0, signal=1), Move(0, (target,), (cell,), (True,)), Signal(0))
-    contract = Contract("send_recv", 2)
-    return Program(contract, "stream", "staged", SLOTS, pipelined=True, cells=1, bodies=(sender, receiver))
+Message = tuple[Array, int]  # array, tag
 
 
 class ToSelf:
@@ -78,7 +61,12 @@ class Streams:
         """`mail[r]`: address of rank r's slots, one stream after the other; `offset`: of mine in my segment."""
         self._shm, self._mail, self._offset = shm, mail, offset
         self._ends: dict[tuple[int, bool], _End] = {}
+        self._addresses = np.zeros((shm.size, 2), np.int64)  # of the ends that send to each rank, and receive from it
+        self._under_way = np.zeros(2 * shm.size, np.int64)  # addresses of the ends with messages under way
+        self._bell = shm.regions[shm.rank].bell
         self._to_self = ToSelf(shm.rank)
+        self._advance: Callable[..., int] | None = None
+        self._short_way: ShortWay | None = None
 
     @staticmethod
     def bytes(size: int) -> int:
@@ -87,131 +75,183 @@ class Streams:
 
     def exchange(self, sends: Sequence[tuple[Array, int, int]], receives: Sequence[tuple[Array, int, int]]) -> None:
         """Run all messages to their ends, turning from one to the other. Each stream keeps its messages' order."""
-        work: dict[tuple[int, bool], deque[Iterator[Waiting]]] = {}
-        for array, peer, tag in sends:
-            if peer == self._shm.rank:
-                self._to_self.send(array, tag)
-            else:
-                work.setdefault((peer, True), deque()).append(self._end(peer, True).send(array, tag))
-        for array, peer, tag in receives:
-            if peer == self._shm.rank:
-                self._to_self.receive(array, tag)
-            else:
-                work.setdefault((peer, False), deque()).append(self._end(peer, False).receive(array, tag))
-        for peer, sending in work:
-            self._end(peer, sending).be_patient(_SPIN_ONLY)
-        self._turn(work)
+        ends: dict[_End, None] = {}
+        for messages, sending in (sends, True), (receives, False):
+            for array, peer, tag in messages:
+                if peer != self._shm.rank:
+                    end = self._end(peer, sending)
+                    end.queue.append((array, tag))
+                    ends[end] = None
+                elif sending:
+                    self._to_self.send(array, tag)
+                else:
+                    self._to_self.receive(array, tag)
+        if ends:
+            self._run([end for end in ends if end.begin()])
 
-    def _turn(self, work: dict[tuple[int, bool], deque[Iterator[Waiting]]]) -> None:
-        """Advance the first message of every stream in turn until all are done."""
-        rounds, moves = 0, 0  # the rounds in which nothing has moved
-        alone = False  # whether one stream is left: its end then waits by itself, and nothing else goes on meanwhile
+    def short_way(self, acquire: Callable[[], bool], release: Callable[[], None]) -> ShortWay:
+        """Compiled code that makes plain calls by itself, given what takes the communicator's lock and lets it go."""
+        if self._short_way is None:
+            self._shm.kernel("message_way")
+            self._short_way = ShortWay(self._shm, self._addresses, acquire, release)
+            self._short_way.stop(self._shm.stopped)
+        return self._short_way
+
+    def stop(self) -> None:
+        """The communicator has failed or is closed: from now on no call goes the short way."""
+        if self._short_way is not None:
+            self._short_way.stop(True)
+
+    def resume(self, x: Array, out: Array, dst: int | None, src: int | None, tag: int) -> None:
+        """Go on with what the short way has begun and not ended."""
+        ends = []
+        for array, peer, sending in (x, dst, True), (out, src, False):
+            if peer is not None and (end := self._end(peer, sending)).phase != layout.IDLE:
+                end.queue.append((array, tag))
+                ends.append(end)
+        self._run(ends)
+
+    def _run(self, ends: list[_End]) -> None:
+        """Run what is under way at these ends, and what is queued there."""
+        if self._advance is None:
+            self._advance = self._shm.kernel("advance").call
         with Watch(self._shm, lambda: "a send or recv") as watch:
-            while work:
-                if not alone and len(work) == 1:
-                    alone = True
-                    self._end(*next(iter(work))).be_patient(self._shm.patience)
-                blocked: list[Waiting] = []
-                for stream, queue in list(work.items()):
-                    waiting = next(queue[0], None)
-                    if waiting is not None:
-                        blocked.append(waiting)
-                        continue
-                    queue.popleft()
-                    if not queue:
-                        del work[stream]
-                before, moves = moves, sum(waiting.moves for waiting in blocked)
-                rounds = rounds + 1 if moves == before else 1
-                if len(work) > 1 and rounds > 20:  # let others have the core, then sleep
-                    os.sched_yield() if rounds < 200 else time.sleep(0.0002)
-                if blocked and (alone or rounds % 250 == 0):
-                    peers = sorted({waiting.peer for waiting in blocked})
-                    stuck = blocked[0] if alone and not self._shm.busy else None
-                    watch.look(peers, partial(self._shm.history, peers), stuck)
+            for end in [end for end in ends if end.phase >= layout.IDLE]:
+                self._attend(end, ends, watch)
+            while ends:
+                self._under_way[: len(ends)] = [end.address for end in ends]
+                place = self._advance(address(self._under_way), len(ends), self._bell, *self._shm.patience)
+                if place >= 0:
+                    self._attend(ends[place], ends, watch)
+                    continue
+                peers = sorted({end.peer for end in ends})
+                stuck = ends[0].waiting if len(ends) == 1 and not self._shm.busy else None
+                watch.look(peers, partial(self._shm.history, peers), stuck)
+
+    def _attend(self, end: _End, ends: list[_End], watch: Watch) -> None:
+        """See to an end that needs Python."""
+        while end.phase == layout.ABANDONED:  # of two looks one raises
+            watch.look([end.peer], partial(self._shm.history, [end.peer]))
+        if not end.go_on():
+            ends.remove(end)
 
     def _end(self, peer: int, sending: bool) -> _End:
         if (peer, sending) not in self._ends:
-            self._ends[peer, sending] = _End(self._shm, peer, sending, self._mail, self._offset)
+            end = self._ends[peer, sending] = _End(self._shm, peer, sending, self._mail, self._offset)
+            self._addresses[peer, 0 if sending else 1] = end.address
         return self._ends[peer, sending]
 
 
 class _End:
-    """This rank's end of one stream."""
+    """This rank's end of one stream. `queue`: the message under way, and those that come after it."""
 
     def __init__(self, shm: Shm, peer: int, sending: bool, mail: Sequence[int], offset: int) -> None:
         sender, receiver = (shm.rank, peer) if sending else (peer, shm.rank)
         if sending:  # the slots are mine
             shm.host.own.commit(offset + receiver * SLOTS * SLOT_BYTES, SLOTS * SLOT_BYTES)
-        arrived, taken = shm.regions[receiver].flag(1, sender), shm.regions[sender].flag(2, receiver)
-        flags_in, flags_out = ((0, taken), (0, arrived)) if sending else ((arrived, 0), (taken, 0))
-        self._finished = np.zeros(1, np.int64)
-        self._link = Link(
-            0 if sending else 1,
-            scratch=(mail[sender] + receiver * SLOTS * SLOT_BYTES, 0),
-            boards=(0, 0),
-            flags_in=flags_in,
-            flags_out=flags_out,
-            finished=self._finished.ctypes.data,
-            slots=SLOTS,
-            slot_bytes=SLOT_BYTES,
-            patience=_SPIN_ONLY,
-        )
-        self._shm, self.peer, self._sending = shm, peer, sending
-        self._encoded = Encoded.of(stream_program(), self._link.rank)
-        self._execute_on = shm.kernel("execute_on").call
-        self._header = np.zeros(_HEADER_WORDS, np.int64)
-        self._jobs: dict[tuple[DType, int], Job] = {}
-        self._messages = 0
+        full, taken = shm.regions[receiver].flag(1, sender), shm.regions[sender].flag(2, receiver)
+        opened = shm.host.segments[shm.members[sender]]
+        self.peer, self.queue = peer, deque[Message]()
+        self._sending = sending
         self._aside: list[tuple[int, Array]] = []
+        self._passed_over: Message | None = None  # what is under way, if that is not what is asked for
+        self._words = np.zeros(layout.END_WORDS, np.int64)
+        self.address = address(self._words)
+        self._words[layout.END_SENDS] = sending
+        self._words[layout.END_RING] = mail[sender] + receiver * SLOTS * SLOT_BYTES
+        self._words[layout.END_THEIRS], self._words[layout.END_MINE] = (taken, full) if sending else (full, taken)
+        self._words[layout.END_BELL] = shm.regions[peer].bell
+        self._words[layout.END_OPEN] = opened.address + opened.heap
+        self._words[layout.END_OPEN_BYTES] = opened.nbytes - opened.heap
+        self._words[layout.END_STATE] = shm.regions[sender].address
+        self._words[layout.END_PHASE] = layout.IDLE
 
-    def be_patient(self, patience: tuple[int, int]) -> None:
-        """How long to look at a flag before letting others have the core."""
-        self._link.words[LINK_SPINS], self._link.words[LINK_YIELDS] = patience
+    @property
+    def phase(self) -> int:
+        return int(self._words[layout.END_PHASE])
 
-    def send(self, array: Array, tag: int) -> Iterator[Waiting]:
-        """Send one message; yields while the receiver is behind."""
-        self._messages += 1
-        dtype = find(array.dtype)
-        self._header[:] = self._messages, tag, dtype.code, array.size
-        yield from self._run(self._header, _HEADER)
-        if array.size:
-            yield from self._run(array, dtype)
+    @property
+    def waiting(self) -> Waiting:
+        doing = Doing.SEND if self._sending else Doing.RECV
+        return Waiting(doing, self.peer, int(self._words[layout.END_COUNT]))
 
-    def receive(self, out: Array, tag: int) -> Iterator[Waiting]:
-        """Receive the next message with this tag; yields while it has not come."""
+    def begin(self) -> bool:
+        """Begin the first message of the queue that does not end at once. Returns whether there is one."""
+        while self.queue:
+            array, tag = self.queue[0]
+            if self._sending or not self._take_aside(array, tag):
+                self._put(layout.BEGUN, array, tag)
+                return True
+            self.queue.popleft()
+        return False
+
+    def go_on(self) -> bool:
+        """What is under way has ended, or is not what is asked for. Returns whether now something is under way."""
+        out, tag = self.queue[0]
+        if self.phase == layout.STRANGE:
+            number, known, code, count, _ = self._words[layout.END_HEADER : layout.END_MESSAGE].tolist()
+            assert number == self._words[layout.END_NUMBER], "messages of a stream come in order"
+            if known == tag:
+                check_message(self.peer, tag, DTYPES[code], count, out)
+            array = np.empty(count, DTYPES[code].numpy)
+            self._passed_over = array, known
+            self._put(layout.ACCEPTED, array, known)
+            return True
+        if self._passed_over is None:
+            self.queue.popleft()
+            return self.begin()
+        array, known = self._passed_over
+        self._passed_over = None
+        self._aside.append((known, array))
+        self._put(layout.BEGUN, out, tag)
+        return True
+
+    def _put(self, phase: int, array: Array, tag: int) -> None:
+        """What the message under way is."""
+        self._words[layout.END_MESSAGE : layout.END_LEFT] = (
+            phase, address(array), array.nbytes, 0, tag, find(array.dtype).code, array.size,
+        )  # fmt: skip
+        self._words[layout.END_ASIDE] = len(self._aside)
+
+    def _take_aside(self, out: Array, tag: int) -> bool:
+        """Receive a message that was put aside, if there is one with this tag."""
         for i, (known, array) in enumerate(self._aside):
             if known == tag:
                 del self._aside[i]
+                self._words[layout.END_ASIDE] = len(self._aside)
                 check_message(self.peer, tag, find(array.dtype), array.size, out)
                 out.reshape(-1)[:] = array.reshape(-1)
-                return
-        while True:
-            yield from self._run(self._header, _HEADER)
-            self._messages += 1
-            number, known, code, count = self._header.tolist()
-            assert number == self._messages, "messages of a stream come in order"
-            dtype = DTYPES[code]
-            if known == tag:
-                check_message(self.peer, tag, dtype, count, out)
-                if count:
-                    yield from self._run(out, dtype)
-                return
-            array = np.empty(count, dtype.numpy)
-            if count:
-                yield from self._run(array, dtype)
-            self._aside.append((known, array))
+                return True
+        return False
 
-    def _run(self, array: Array, dtype: DType) -> Iterator[Waiting]:
-        key = dtype, array.size
-        if key not in self._jobs:
-            if len(self._jobs) == JOBS:
-                self._jobs.clear()
-            lengths = geometry(self._encoded.program.contract, array.size, dtype.itemsize)
-            self._jobs[key] = Job(self._link, self._encoded, lengths, dtype)
-        job = self._jobs[key]
-        place = address(array)
-        while self._execute_on(job.address, self._link.rank, place, place) != DONE:
-            yield Waiting(Doing.SEND if self._sending else Doing.RECV, self.peer, self._link.signals_sent)
+
+class ShortWay:
+    """Compiled code that makes plain calls by itself: see `kernels/messages.py`. `call` is `native.short_way`'s."""
+
+    def __init__(self, shm: Shm, ends: Array, acquire: Callable[[], bool], release: Callable[[], None]) -> None:
+        """`ends`: addresses, (size, 2)."""
+        self._words = np.zeros(layout.TABLE_WORDS, np.int64)
+        self._keep = acquire, release, ends
+        place = address(self._words)
+        self._words[: again.TABLE_PENDING] = (
+            id(acquire), id(release), id(None), id(np.ndarray), object.__basicsize__, shm.rank, *shm.heap,
+        )  # fmt: skip
+        self.pending = ctypes.c_int64.from_address(place + 8 * again.TABLE_PENDING)
+        self._words[layout.TABLE_INTEGER] = id(int)
+        self._words[layout.TABLE_BELL] = shm.regions[shm.rank].bell
+        self._words[layout.TABLE_SPINS], self._words[layout.TABLE_YIELDS] = shm.patience
+        self._words[layout.TABLE_SIZE] = shm.size
+        self._words[layout.TABLE_PEERS] = address(ends)
+        self._words[layout.TABLE_DTYPES] = len(DTYPES)
+        for i, dtype in enumerate(DTYPES):
+            first = layout.TABLE_DTYPES + 1 + layout.DTYPE_WORDS * i
+            told = again.dtype_of(place, id(np.empty(0, dtype.numpy)) + object.__basicsize__)
+            self._words[first : first + layout.DTYPE_WORDS] = told, dtype.code, dtype.itemsize
+        self.call = native.short_way(place, "message_way")
+
+    def stop(self, stopped: bool) -> None:
+        """Whether every call is to go the long way."""
+        self._words[layout.TABLE_STOPPED] = stopped
 
 
 def check_message(peer: int, tag: int, dtype: DType, count: int, out: Array) -> None:

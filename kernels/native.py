@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import llvmlite.binding as llvm
 
-from kernels.again import READABLE, WRITABLE
+from kernels.again import READABLE
 
 
 class MethodDef(ctypes.Structure):
@@ -83,21 +83,19 @@ def load(name: str, meanwhile: Callable[[], None] | None = None) -> Native:
 _loaded: dict[str, Native] = {}
 
 
-def short_way(table: int) -> Callable[..., Any]:
+def short_way(table: int, name: str = "short_way") -> Callable[..., Any]:
     """A function (x, out, collective, op, root, algorithm, async_op) that makes a call which the table at this address,
-    laid out by `kernels/again.py`, knows: with the communicator's lock, without the interpreter's.
+    laid out by `kernels/again.py`, knows: with the communicator's lock, without the interpreter's. "message_way": one
+    (x, out, dst, src, tag) for a table of `kernels/messages.py`.
 
     It returns `out`; None where the table does not know the call; or a number. That is `~(2 * row + symmetric)` where
     Python has something to do before (see `again.admit`), or a row's: its call has begun and not ended, and the
     communicator's lock is still held.
     """
-    method = load(SHORT_WAY).method
+    method = load(name).method
     assert method is not None
     function: Callable[..., Any] = _new_function(ctypes.addressof(method), table, None)
     return function
-
-
-SHORT_WAY = "short_way"  # the kernel that it is
 
 
 def cached(name: str, make: Callable[[], bytes], meanwhile: Callable[[], None] | None = None) -> bytes:
@@ -160,12 +158,11 @@ read:
 
 
 @cache
-def address_function(writable: bool) -> Callable[[Any], int]:
+def address_function() -> Callable[[Any], int]:
     """A function from a numpy.ndarray (it must be one) to the address of its data: many times as fast as NumPy's and
-    ctypes' ways. It raises ValueError for an array that is not C-contiguous and aligned and, if asked for, writable.
+    ctypes' ways. It raises ValueError for an array that is not C-contiguous and aligned.
     """
-    wanted = WRITABLE if writable else READABLE
-    source = _ADDRESS.replace("HEADER", str(object.__basicsize__)).replace("WANTED", str(wanted))
+    source = _ADDRESS.replace("HEADER", str(object.__basicsize__)).replace("WANTED", str(READABLE))
     return _function(_method("address", _new_engine(source), _METH_O), ValueError)
 
 

@@ -64,6 +64,13 @@ def compare_exchange(flag: int, expected: int, value: int) -> int:
 
 
 @primitive
+def integer_of(object: int) -> int:
+    """The value of one of Python's integers, given the address of the object; -2**62 for one of more than 64 bits."""
+    value: int = ctypes.cast(object, ctypes.py_object).value
+    return value if -(2**63) <= value < 2**63 else -(2**62)
+
+
+@primitive
 def now() -> int:
     """Nanoseconds of a clock that all processes of this host share and that never goes back."""
     return time.monotonic_ns()
@@ -73,14 +80,11 @@ def now() -> int:
 def doze(round: int, flag: int, seen: int, spins: int, yields: int) -> bool:
     """Pass the time between two looks at `flag`, whose value was `seen`: spin first, then yield, then sleep.
 
-    `round` counts the looks. False says that about 50 ms have gone by in sleep: time to report back. With negative
-    `yields` it says so as soon as the spins are over.
+    `round` counts the looks. False says that about 50 ms have gone by in sleep: time to report back.
     """
     if round < spins + yields:
         time.sleep(0)
         return True
-    if yields < 0:
-        return False
     time.sleep(0.0002)
     return (round - spins - yields + 1) % 250 != 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -19,6 +20,14 @@ class Ready(NamedTuple):
 
     address: int
     resume: Callable[[int], None]  # goes on with it, given the status that the executor returned, to its end
+
+
+class MessageWay(NamedTuple):
+    """Compiled code that makes plain sends and receives on its own, in `native.short_way`'s words."""
+
+    call: Callable[..., object]  # (x, out, dst, src, tag): sends x to dst, receives out from src; not to or from None
+    pending: ctypes.c_int64  # the thread that has begun a call and not ended it; 0 if none has
+    resume: Callable[..., None]  # goes on with such a call to its end, given the same arguments
 
 
 class CanFail(Protocol):
@@ -89,6 +98,11 @@ class Backend(ABC):
     @abstractmethod
     def exchange(self, sends: Sequence[tuple[Any, int, int]], receives: Sequence[tuple[Any, int, int]]) -> None:
         """Send and receive (array, peer, tag) messages at the same time; return when all are done."""
+
+    def message_way(self, acquire: Callable[[], bool], release: Callable[[], None]) -> MessageWay | None:
+        """The short way of `kernels/messages.py`, given what takes the communicator's lock and lets it go; None where
+        all messages are for `exchange`. Asked for once `exchange` has been called."""
+        return None
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Any:

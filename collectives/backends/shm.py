@@ -21,7 +21,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from collectives import programs, recorder
 from collectives.arrays import Array, address
-from collectives.backends.base import Backend, Failing, Pending, Ready
+from collectives.backends.base import Backend, Failing, MessageWay, Pending, Ready
 from collectives.call import INTERNAL, ORDINARY, Call, describe, disagreement, make_call, name_ranks, padded
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
@@ -33,12 +33,13 @@ from collectives.memory import PAGE, SLOTS, Heap, slot_bytes
 from collectives.progress import Progress, Queued
 from collectives.region import CLOSED, FAILED, Member, Region, region_bytes
 from collectives.signals import Signals
-from collectives.stream import EAGER_BYTES, Streams
+from collectives.stream import Streams
 from collectives.survivors import regroup, rejoin
 from collectives.watch import Watch
 from kernels import native
 from kernels.dtypes import find
 from kernels.executor import DIFFERENT, DONE, LINK_STOPPED, SIGNATURE_WORDS
+from kernels.messages import EAGER_BYTES
 
 # How often a rank looks at a flag before yielding its core, and then before sleeping: where each rank of the host can
 # have a core to itself, and where some share one.
@@ -104,14 +105,14 @@ class Shm(Backend):
         self._unusual = False  # see `_be_unusual`
         # Its parts do not keep it alive, so that one that is closed and dropped goes at once, with its jobs.
         weak = weakref.proxy(self)
+        self._streams = Streams(weak, [segment.address + mail for segment in self._segments], mail)
         self._lookout = Watch(weak, lambda: "while this rank compiled kernels")
         self._execute_on = self.kernel("execute_on").call
         if self.short_way:
-            self.kernel(native.SHORT_WAY)
+            self.kernel("short_way")
         self._splits = 0
         host.engines.add(self)
         self._signals = Signals(weak)
-        self._streams = Streams(weak, [segment.address + mail for segment in self._segments], mail)
 
     # Calls
 
@@ -295,12 +296,19 @@ class Shm(Backend):
         """From now on, as this communicator has failed, is closed or has a queue, a call has more to look at."""
         self._unusual = True
         self.link.words[LINK_STOPPED] = 1
+        if self.stopped:
+            self._streams.stop()
 
     def _allow_short_way(self) -> None:
         """Let compiled code make calls by itself again, as the queue is empty: until the next one is put into it."""
         self.link.words[LINK_STOPPED] = 0
-        if self._failure or self._closed:  # in another thread, just now
+        if self.stopped:  # in another thread, just now
             self.link.words[LINK_STOPPED] = 1
+
+    @property
+    def stopped(self) -> bool:
+        """Whether this communicator has failed or is closed."""
+        return self._closed or bool(self._failure)
 
     @property
     def busy(self) -> bool:
@@ -386,6 +394,17 @@ class Shm(Backend):
         self.check_usable()
         with Failing(self):
             self._streams.exchange(sends, receives)
+
+    def message_way(self, acquire: Callable[[], bool], release: Callable[[], None]) -> MessageWay | None:
+        if not self.short_way:
+            return None
+        way = self._streams.short_way(acquire, release)
+
+        def resume(*arguments: Any) -> None:
+            with Failing(self):
+                self._streams.resume(*arguments)
+
+        return MessageWay(way.call, way.pending, resume)
 
     def signal(self, rank: int) -> None:
         self.check_usable()

@@ -19,7 +19,7 @@ from numba.core.datamodel import PrimitiveModel
 from numba.core.extending import intrinsic, register_model
 from numba.core.registry import cpu_target
 
-from kernels import again, atomic, elementwise, executor, lowlatency, optimizers, pace, progress, quantize
+from kernels import again, atomic, elementwise, executor, lowlatency, messages, optimizers, pace, progress, quantize
 from kernels.dtypes import DType, find
 from kernels.portable import bind
 from kernels.targets.groups import Vector, group_bodies, optimizer_bodies
@@ -183,6 +183,18 @@ def futex_wake(typing, flag):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def integer_of(typing, object):  # type: ignore[no-untyped-def]
+    def generate(b, object):  # type: ignore[no-untyped-def]
+        overflow = cgutils.alloca_once(b, _I32)
+        read = _function(b, "PyLong_AsLongLongAndOverflow", _I64, _I64, overflow.type)
+        value = b.call(read, [object, overflow])
+        fits = b.icmp_signed("==", b.load(overflow), ir.Constant(_I32, 0))
+        return b.select(fits, value, ir.Constant(_I64, -(2**62)))
+
+    return types.int64(types.int64), _emit(generate)
+
+
+@intrinsic
 def move_memory(typing, dst, src, nbytes):  # type: ignore[no-untyped-def]
     def generate(b, dst, src, nbytes):  # type: ignore[no-untyped-def]
         dst, src = _pointer(b, dst, _I8), _pointer(b, src, _I8)
@@ -233,8 +245,6 @@ def doze(round, flag, seen, spins, yields):  # type: ignore[no-untyped-def]
     if round < spins + yields:
         yield_core()
         return True
-    if yields < 0:
-        return False
     add(flag + 4, 1)
     awake = True
     if load_acquire(flag) == seen:
@@ -250,6 +260,7 @@ PRIMITIVES = {
     "raise_flag": raise_flag,
     "add_word": add_word,
     "now": now,
+    "integer_of": integer_of,
     "compare_exchange": compare_exchange,
     "doze": doze,
     "sync": sync,
@@ -316,12 +327,12 @@ def _optimizer(rule: str, dtype: str) -> dict[str, Any]:
 
 
 def compile_function(name: str) -> bytes:
-    """Object code for this processor of `execute`, of a function of `kernels/progress.py`, `again.py`, `atomic.py`,
-    `quantize.py` or `pace.py`, of `reduce-<dtype>-<operation>`, `small-<dtype>-<operation>` (`kernels/lowlatency.py`),
-    or of `sgd-<dtype>` and `adamw-<dtype>` (`kernels/optimizers.py`).
+    """Object code for this processor of `execute`, of a function of `kernels/progress.py`, `again.py`, `messages.py`,
+    `atomic.py`, `quantize.py` or `pace.py`, of `reduce-<dtype>-<operation>`, `small-<dtype>-<operation>`
+    (`kernels/lowlatency.py`), or of `sgd-<dtype>` and `adamw-<dtype>` (`kernels/optimizers.py`).
 
     It holds two symbols to use: `native`, in Numba's calling convention, and `python`, a METH_FASTCALL function of
-    integers; that of `short_way` takes objects: see `native.short_way`.
+    integers; those of `short_way` and `message_way` take objects: see `native.short_way`.
     """
     kind, *names = name.split("-")
     source: Callable[..., Any]
@@ -335,7 +346,8 @@ def compile_function(name: str) -> bytes:
         source = optimizers.update
         inner = bind(source, _optimizer(kind, *names), _jit)
     else:
-        home = next((module for module in (progress, again, atomic, quantize, pace) if hasattr(module, name)), executor)
+        homes = progress, again, messages, atomic, quantize, pace
+        home = next((module for module in homes if hasattr(module, name)), executor)
         source = getattr(home, name)
         inner = bind(source, PRIMITIVES, _jit, _bound)
     arguments = source.__code__.co_argcount
@@ -343,7 +355,8 @@ def compile_function(name: str) -> bytes:
     inner.compile(signature)
     result = inner.overloads[signature.args]
     native = result.fndesc.llvm_func_name
-    wrapper = _short_way(native) if source is again.short_way else _python_wrapper(native, arguments)
+    short = source in (again.short_way, messages.message_way)
+    wrapper = _short_way(native, arguments - 2) if short else _python_wrapper(native, arguments)
     text = result.library.get_llvm_str() + wrapper
     module = llvm.parse_assembly(text)
     module.verify()
@@ -363,7 +376,7 @@ _KNOWN = {
     "PyLong_AsLongLong", "PyLong_FromLongLong", "PyErr_Occurred",
 }  # fmt: skip
 _KNOWN |= {"PyErr_SetString", "PyEval_SaveThread", "PyEval_RestoreThread"}
-_KNOWN |= {"PyObject_CallNoArgs", "PyThread_get_thread_ident", "Py_IncRef", "Py_DecRef"}
+_KNOWN |= {"PyObject_CallNoArgs", "PyThread_get_thread_ident", "Py_IncRef", "Py_DecRef", "PyLong_AsLongLongAndOverflow"}
 
 
 def _python_wrapper(native: str, count: int) -> str:
@@ -412,16 +425,17 @@ run:
 """
 
 
-def _short_way(native: str) -> str:
-    """LLVM text of `python` for `again.short_way`. `self` is the table's address; the arguments are as for `admit`."""
+def _short_way(native: str, count: int) -> str:
+    """LLVM text of `python` for `again.short_way` and its like. `self` is the table's address; the arguments are
+    `count` objects, the second of which is what a call that was made returns."""
     loads = "".join(
         f"""
   %p{i} = getelementptr ptr, ptr %args, i64 {i}
   %o{i} = load ptr, ptr %p{i}
   %a{i} = ptrtoint ptr %o{i} to i64"""
-        for i in range(7)
+        for i in range(count)
     )
-    objects = "".join(f", i64 %a{i}" for i in range(7))
+    objects = "".join(f", i64 %a{i}" for i in range(count))
     return f"""
 declare ptr @PyObject_CallNoArgs(ptr)
 declare i64 @PyLong_AsLongLong(ptr)
@@ -438,7 +452,7 @@ define ptr @python(ptr %self, ptr %args, i64 %count) {{
   %table = inttoptr i64 %address to ptr
   %none_at = getelementptr i64, ptr %table, i64 {again.TABLE_NONE}
   %none = load ptr, ptr %none_at
-  %enough = icmp eq i64 %count, 7
+  %enough = icmp eq i64 %count, {count}
   br i1 %enough, label %lock, label %unknown
 lock:
   %acquire_at = getelementptr i64, ptr %table, i64 {again.TABLE_ACQUIRE}

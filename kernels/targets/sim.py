@@ -16,7 +16,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import config
 
-from kernels import atomic, executor, lowlatency, native, progress
+from kernels import atomic, executor, lowlatency, messages, native, progress
 from kernels.dtypes import DTYPES, OPERATIONS, find
 from kernels.executor import BLOCKED, JOB_PLACE, PLACE_STATUS
 from kernels.native import Native
@@ -86,7 +86,8 @@ def _load(name: str) -> Native:
     if name == "execute":
         return Native(execute, 0)
     known: dict[Any, Any] = {executor.execute: execute}
-    return Native(bind(getattr(progress, name), python.PRIMITIVES, python.as_it_is, known), 0)
+    home = messages if hasattr(messages, name) else progress
+    return Native(bind(getattr(home, name), python.PRIMITIVES, python.as_it_is, known), 0)
 
 
 @cuda.jit

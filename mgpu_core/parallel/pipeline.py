@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
-from collectives.stream import SLOT_BYTES, SLOTS
+from kernels.messages import SLOT_BYTES, SLOTS
 from mgpu_core import device, random
 from mgpu_core.autograd import no_grad
 from mgpu_core.autograd.autocast import autocast_dtype

@@ -123,15 +123,6 @@ def test_a_copy_only_where_needed() -> None:
         assert arrays.contiguous(x) is x
 
 
-def test_a_plain_address_only_of_what_can_be_read_and_written_as_it_lies() -> None:
-    x = np.zeros((2, 3))
-    assert arrays.plain_address(x) == arrays.address(x)
-    shifted = np.zeros(49, np.uint8)[1:].view(np.float64)
-    for odd in (x.T, x[:, ::2], frozen(x), shifted):
-        with pytest.raises(ValueError):
-            arrays.plain_address(odd)
-
-
 def test_pytorch() -> None:
     torch = pytest.importorskip("torch")
     for name, numpy in (

@@ -115,6 +115,14 @@ def dies_in_the_middle_of_a_message(comm: Communicator) -> None:
     comm.barrier()
 
 
+def dies_in_the_middle_of_a_large_copy(comm: Communicator) -> None:
+    x = comm.empty(4_000_003)
+    if comm.rank == 1:
+        threading.Timer(0.1, die).start()
+    while True:
+        comm.send(x, 1) if comm.rank == 0 else comm.recv(np.empty_like(x), 0)
+
+
 def dies_before_it_receives(comm: Communicator) -> None:
     if comm.rank == 1:
         time.sleep(0.2)
@@ -180,6 +188,7 @@ DEATHS = [
     (dies_in_asynchronous_calls, 2, 1),
     slow(dies_before_it_sends, 3, 1),
     (dies_in_the_middle_of_a_message, 3, 1),
+    (dies_in_the_middle_of_a_large_copy, 2, 1),
     (dies_before_it_receives, 2, 1),
     (dies_in_compilation, 2, 1),
     slow(dies_in_allocation, 2, 1),
@@ -504,6 +513,8 @@ def is_interrupted(comm: Communicator, after: float, where: str) -> str:
 
 
 def waits_for_an_interruption(comm: Communicator, after: float, where: str) -> str:
+    if where == "recv again":
+        comm.sendrecv(np.ones(3), 1 - comm.rank, np.empty(3), 1 - comm.rank)
     comm.barrier()
     if comm.rank == 1:
         time.sleep(1.0)
@@ -511,7 +522,7 @@ def waits_for_an_interruption(comm: Communicator, after: float, where: str) -> s
     try:
         if comm.rank == 0:
             threading.Timer(after, os.kill, [os.getpid(), signal.SIGINT]).start()
-        if where == "recv":
+        if where.startswith("recv"):
             comm.recv(np.empty(3), 1 - comm.rank)
         elif where == "wait":
             comm.all_reduce(np.ones(3), async_op=True).wait()
@@ -532,7 +543,9 @@ def waits_for_an_interruption(comm: Communicator, after: float, where: str) -> s
         return str(error)
 
 
-@pytest.mark.parametrize(("where", "after"), [("call", 0.02), ("call", 0.3), ("recv", 0.3), ("wait", 0.2)])
+@pytest.mark.parametrize(
+    ("where", "after"), [("call", 0.02), ("call", 0.3), ("recv", 0.3), ("recv again", 0.3), ("wait", 0.2)]
+)
 def test_ctrl_c_in_a_blocked_call(crew: Crews, where: str, after: float) -> None:
     """It is heard within moments; the communicator is of no further use then, and the others are told."""
     first, second = crew(is_interrupted, 2, (after, where))

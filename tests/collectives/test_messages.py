@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from crew import Crews
-from expected import exact_data, same_bits
+from expected import POISON, exact_data, same_bits
 from survivors import SOON
 
 from collectives import CollectiveError, CollectiveMismatchError, Communicator
-from collectives.stream import EAGER_BYTES, SLOT_BYTES
 from kernels.dtypes import DTYPES
+from kernels.messages import EAGER_BYTES, SLOT_BYTES
 
 SIZES = (
     0,
@@ -283,6 +284,182 @@ def unlike(comm: Communicator, what: str) -> str:
 def test_messages_unlike_what_is_expected(crew: Crews, what: str) -> None:
     for told in crew(unlike, 2, (what,)):
         assert "rank 0 sent 4 elements of float" in told and "receives them into" in told
+
+
+# Plain messages, which compiled code sends and receives by itself
+
+
+def long_ways(comm: Communicator, call: Callable[[], object]) -> int:
+    """How many of a call's messages go through Python."""
+    backend = comm._backend
+    exchange, calls = backend.exchange, []
+    backend.exchange = lambda *arguments: (calls.append(1), exchange(*arguments))  # type: ignore[method-assign, func-returns-value]
+    try:
+        call()
+    finally:
+        backend.exchange = exchange  # type: ignore[method-assign]
+    return len(calls)
+
+
+def the_short_way(comm: Communicator) -> list[str]:
+    """Which plain messages go through Python, and which others do not."""
+    wrong = []
+    peer = 1 - comm.rank
+    x, out, large = np.arange(6.0), np.empty((2, 3)), comm.zeros(100_000)
+    comm.sendrecv(x, peer, out, peer)
+    comm.send(x, peer), comm.recv(out, peer)
+    plain: dict[str, Callable[[], object]] = {
+        "sendrecv": lambda: comm.sendrecv(x, peer, out, peer, tag=-1),
+        "send and recv": lambda: (comm.send(x, peer, tag=2**61), comm.recv(out, peer, tag=2**61)),
+        "every dtype": lambda: [
+            comm.sendrecv(np.zeros(2, dtype.numpy), peer, np.empty(2, dtype.numpy), peer) for dtype in DTYPES
+        ],
+        "nothing": lambda: comm.sendrecv(x[:0], peer, np.empty(0), peer),
+        "0-d": lambda: comm.sendrecv(np.array(1.0), peer, np.empty(()), peer),
+        "large": lambda: comm.sendrecv(large, peer, np.empty_like(large), peer),
+        "read-only": lambda: comm.sendrecv(np.broadcast_to(np.float64(1), (1,)), peer, out[0, :1], peer),
+    }
+    other: dict[str, Callable[[], object]] = {
+        "strided": lambda: comm.sendrecv(x[::2], peer, out[0], peer),
+        "a scalar": lambda: comm.sendrecv(np.float64(1), peer, out[0, :1], peer),
+        "a matrix": lambda: comm.sendrecv(np.ones((2, 3)).view(np.matrix), peer, out, peer),
+        "NumPy's integers": lambda: comm.sendrecv(x, np.int64(peer), out, peer, tag=np.int64(3)),
+        "a truth value": lambda: comm.sendrecv(x, peer, out, peer, tag=True),
+        "to oneself": lambda: comm.sendrecv(x, comm.rank, out, comm.rank),
+        "another type of the same size": lambda: comm.sendrecv(np.zeros(2, "q"), peer, np.zeros(2, "q"), peer),
+    }
+    for name, call in plain.items():
+        if long_ways(comm, call):
+            wrong.append(name)
+    for name, call in other.items():
+        if long_ways(comm, call) != 1:
+            wrong.append(name)
+    with comm.group():  # nothing of it is sent before its end
+        if long_ways(comm, lambda: (comm.send(x, peer), comm.recv(out, peer))):
+            wrong.append("in a group")
+    for bad, error in (
+        (lambda: comm.send(x, 2), "rank 2 does not exist"),
+        (lambda: comm.send(x, -1), "rank -1 does not exist"),
+        (lambda: comm.send(x, peer, tag=2**70), "is not an integer of 64 bits"),
+        (lambda: comm.send(x, peer, tag=None), "is not an integer of 64 bits"),  # type: ignore[arg-type]
+        (lambda: comm.send(None, peer), "x is a NoneType"),
+        (lambda: comm.recv(np.ones(3)[::2], peer), "C-contiguous"),
+        (lambda: comm.recv(np.broadcast_to(np.float64(1), (1,)), peer), "read-only"),
+        (lambda: comm.send(np.zeros(2, ">f8"), peer), "dtype"),
+    ):
+        try:
+            bad()
+            wrong.append(f"no {error}")
+        except (ValueError, TypeError) as told:
+            if error not in str(told):
+                wrong.append(str(told))
+    return wrong
+
+
+def test_plain_messages_have_a_short_way(crew: Crews) -> None:
+    assert crew(the_short_way, 2) == [[], []]
+
+
+class Event(NamedTuple):
+    """A message's sending or receiving, in the one order in which all ranks go through them."""
+
+    sends: bool
+    source: int
+    target: int
+    tag: int
+    number: int  # of the message
+
+
+def script(seed: int, size: int, length: int) -> tuple[list[Event], list[tuple[int, str]]]:
+    """Events, and each message's bytes and dtype. Small messages wait for their receivers, up to four of a stream, and
+    are overtaken by others, small and large."""
+    order = random.Random(seed)
+    events, kinds, unreceived = [], [], []
+    for number in range(length):
+        source, target = order.sample(range(size), 2)
+        tag, large = order.randrange(3), order.random() < 0.2
+        count = order.randrange(1, 200_000) if large else order.choice([0, 1, 2, order.randrange(3000)])
+        kinds.append((count, order.choice(["float64", "float32", "uint8", "bfloat16"])))
+        sent = Event(True, source, target, tag, number)
+        events.append(sent)
+        unreceived.append(sent)
+        same = [event for event in unreceived if (event.source, event.target) == (source, target)]
+        while unreceived and (len(same) == 4 or sent in unreceived and large or order.random() < 0.4):
+            one = sent if large and sent in unreceived else order.choice(same if len(same) == 4 else unreceived)
+            alike = [e for e in unreceived if e[:4] == one[:4]]  # which come in their order
+            unreceived.remove(alike[0])
+            same = [event for event in same if event in unreceived]
+            events.append(alike[0]._replace(sends=False))
+    return events + [event._replace(sends=False) for event in unreceived], kinds
+
+
+def play(comm: Communicator, seed: int, length: int) -> list[str]:
+    """Go through a script: some arrays are in symmetric memory, what has been sent is overwritten at once, and nothing
+    may be written beside what is received."""
+    wrong = []
+    events, kinds = script(seed, comm.size, length)
+    order = random.Random(seed * 100 + comm.rank)
+    shared = [comm.empty(200_000 * 8 + 128, np.uint8) for _ in range(2)]
+    for sends, source, target, tag, number in events:
+        count, dtype = kinds[number]
+        contents = exact_data([seed, number], 0, (count,), dtype)
+        if comm.rank not in (source, target) or comm.rank != (source if sends else target):
+            continue
+        memory = shared[not sends] if order.random() < 0.5 else np.empty(contents.nbytes + 128, np.uint8)
+        memory[: contents.nbytes + 128] = POISON
+        array = memory[64 : 64 + contents.nbytes].view(contents.dtype)
+        if sends:
+            array[:] = contents
+            comm.send(array, target, tag=tag)
+            memory[: contents.nbytes + 128] = POISON
+        else:
+            comm.recv(array, source, tag=tag)
+            around = memory[:64], memory[64 + contents.nbytes : contents.nbytes + 128]
+            if not same_bits(array, contents) or any((each != POISON).any() for each in around):
+                wrong.append(f"message {number}: {count} {dtype} of {source} to {target}, tag {tag}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("size", "seeds", "length"),
+    [
+        (2, 3, 60),
+        (4, 2, 60),
+        pytest.param(2, 20, 400, marks=pytest.mark.slow),
+        pytest.param(4, 10, 400, marks=pytest.mark.slow),
+    ],
+)
+def test_random_messages(crew: Crews, size: int, seeds: int, length: int) -> None:
+    for seed in range(seeds):
+        assert crew(play, size, (seed, length)) == [[]] * size, f"seed {seed}"
+
+
+def large_and_symmetric(comm: Communicator) -> list[str]:
+    """What lies in symmetric memory is read there: both ways at once, put aside, from the memory of a communicator
+    that this one was split from, and never after the send has returned."""
+    wrong, peer, count = [], 1 - comm.rank, EAGER_BYTES // 8 + 1000
+    x, out = comm.empty(count, np.float64), np.empty(count)
+    with comm.split(0) as child:  # type: ignore[union-attr]
+        for turn, way in enumerate((comm, child, comm, child)):
+            x[:] = data(10 * turn + comm.rank, count)
+            way.sendrecv(x, peer, out, peer)
+            x[:] = -1
+            if not same_bits(out, data(10 * turn + peer, count)):
+                wrong.append(f"sendrecv {turn}")
+        if comm.rank == 0:
+            for tag in (1, 2, 3):
+                x[:] = data(tag, count)
+                child.send(x, 1, tag=tag)
+                x[:] = -1
+        else:
+            for tag in (3, 1, 2):
+                if not same_bits(child.recv(out, 0, tag=tag), data(tag, count)):
+                    wrong.append(f"tag {tag}")
+    return wrong
+
+
+def test_large_messages_in_symmetric_memory(crew: Crews) -> None:
+    assert crew(large_and_symmetric, 2) == [[], []]
 
 
 # Ranks that block each other

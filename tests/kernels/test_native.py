@@ -239,7 +239,7 @@ def test_a_function_outlives_the_module_that_made_it() -> None:
     code = f"""
 import ctypes, gc, numpy
 from kernels import native
-complete, address = native.load("{NAME}").call, native.address_function(False)
+complete, address = native.load("{NAME}").call, native.address_function()
 queue = numpy.zeros({QUEUE_BYTES // 8}, numpy.int64)
 vars(native).clear()
 gc.collect()
