@@ -61,7 +61,7 @@ class Streams:
         """`mail[r]`: address of rank r's slots, one stream after the other; `offset`: of mine in my segment."""
         self._shm, self._mail, self._offset = shm, mail, offset
         self._ends: dict[tuple[int, bool], _End] = {}
-        self._addresses = np.zeros((shm.size, 2), np.int64)  # of the ends that send to each rank, and receive from it
+        self._addresses = np.zeros(2 * shm.size, np.int64)  # see ShortWay
         self._under_way = np.zeros(2 * shm.size, np.int64)  # addresses of the ends with messages under way
         self._bell = shm.regions[shm.rank].bell
         self._to_self = ToSelf(shm.rank)
@@ -138,7 +138,7 @@ class Streams:
     def _end(self, peer: int, sending: bool) -> _End:
         if (peer, sending) not in self._ends:
             end = self._ends[peer, sending] = _End(self._shm, peer, sending, self._mail, self._offset)
-            self._addresses[peer, 0 if sending else 1] = end.address
+            self._addresses[2 * peer + (not sending)] = end.address
         return self._ends[peer, sending]
 
 
@@ -229,7 +229,7 @@ class ShortWay:
     """Compiled code that makes plain calls by itself: see `kernels/messages.py`. `call` is `native.short_way`'s."""
 
     def __init__(self, shm: Shm, ends: Array, acquire: Callable[[], bool], release: Callable[[], None]) -> None:
-        """`ends`: addresses, (size, 2)."""
+        """`ends`: for each rank the addresses of the ends that send to it and receive from it, or 0."""
         self._words = np.zeros(layout.TABLE_WORDS, np.int64)
         self._keep = acquire, release, ends
         place = address(self._words)
