@@ -100,7 +100,7 @@ class Progress:
         return ctypes.c_int64.from_address(begun).value, ctypes.c_int64.from_address(begun + 8).value
 
     def _work(self) -> None:
-        while not self._closing and self.failure is None:
+        while (self.busy or not self._closing) and self.failure is None:
             status = self._serve(self._queue)
             if status != IDLE:
                 self._attend(status)
@@ -126,11 +126,13 @@ class Progress:
         self.failure = self.failure or (self._unswept, error)
 
     def close(self) -> None:
-        """Let the calls under way end, and the thread with them."""
-        while self.busy and self._thread.is_alive():
+        """Let the calls under way end, and the thread with them. Where the garbage collector calls this in that very
+        thread, they end afterwards."""
+        here = self._thread is threading.current_thread()
+        while self.busy and self._thread.is_alive() and not here:
             self.settle(self.flag, self._submitted, 0, 0)
         self._closing = True
-        if self._thread is not threading.current_thread():
+        if not here:
             self._thread.join()
 
 

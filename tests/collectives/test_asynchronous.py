@@ -6,6 +6,7 @@ import random
 import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -352,3 +353,31 @@ def collect_garbage(comm: Communicator) -> float:
 
 def test_communicators_dropped_with_calls_under_way(crew: Crews) -> None:
     assert crew(collect_garbage, 2) == [20.0, 20.0]
+
+
+def collected_by_its_own_thread(comm: Communicator) -> bool:
+    """As `collect_garbage`, where the garbage collector runs in the thread that sees to the calls under way: whether
+    that thread has ended."""
+    child = comm.split(0)
+    assert child is not None
+    if comm.rank == 1:
+        time.sleep(0.2)  # until the other's thread has something to see to
+        with suppress(CollectiveError):
+            child.all_reduce(np.ones(3))
+        return True
+    engine: Any = child._backend
+    complete = engine.complete
+
+    def collects(*arguments: Any) -> None:
+        engine.close()
+        complete(*arguments)
+
+    engine.complete = collects
+    work: Any = child.all_reduce(np.ones(3), async_op=True)
+    thread = work._pending._progress._thread
+    thread.join(20)
+    return not thread.is_alive()
+
+
+def test_a_communicator_dropped_in_its_own_thread(crew: Crews) -> None:
+    assert crew(collected_by_its_own_thread, 2) == [True, True]
