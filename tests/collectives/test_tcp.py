@@ -108,7 +108,9 @@ def to_one_that_does_not_read(comm: Communicator) -> str:
     if comm.rank == 1:
         with engine.host._news:
             comm.barrier()
+            comm.barrier()
     else:
+        comm.barrier()  # the other's thread reads nothing from here on
         with pytest.raises(CollectiveTimeoutError) as caught:
             there.send(np.zeros(8 << 20), 1)
         told = str(caught.value)
