@@ -285,7 +285,8 @@ class Communicator:
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, tag: int = 0) -> Any:
         """Send x to `dst` and receive `out` from `src` at the same time: no order of ranks can block."""
-        if not self._message_again(x, out, dst, src, tag):
+        # None is no rank, and means another call to the short way.
+        if dst is None or src is None or not self._message_again(x, out, dst, src, tag):
             self._messages([self._outgoing(x, dst, tag)], [self._incoming(out, src, tag)])
         return out
 

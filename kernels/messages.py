@@ -310,6 +310,8 @@ def admit_message(table: int, x: int, out: int, dst: int, src: int, tag: int) ->
             return UNKNOWN
         store_word(ends + 8 * count, end)
         count += 1
+    if count == 0:  # None as the rank of a send or a recv
+        return UNKNOWN
     for i in range(count):
         store_word(load_word(ends + 8 * i) + 8 * END_PHASE, BEGUN)
     return count

@@ -99,6 +99,30 @@ def test_shapes_and_layouts(crew: Crews) -> None:
     assert crew(in_shapes, 2) == [[], []]
 
 
+def to_no_rank(comm: Communicator) -> list[str]:
+    """What is told of each call whose rank is none, after plain messages as before any."""
+    x, out, told = np.ones(4), np.zeros(4), []
+    for _ in range(2):
+        for rank in (None, 1.0, -1, comm.size, 2**64):
+            for call in (
+                lambda: comm.send(x, rank),
+                lambda: comm.recv(out, rank),
+                lambda: comm.sendrecv(x, rank, out, 0),
+                lambda: comm.sendrecv(x, 0, out, rank),
+            ):
+                try:
+                    call()
+                    told.append(f"{rank}: no error")
+                except (TypeError, ValueError):
+                    pass
+        comm.sendrecv(x, 1 - comm.rank, out, 1 - comm.rank)
+    return told
+
+
+def test_a_rank_that_is_none(crew: Crews) -> None:
+    assert crew(to_no_rank, 2) == [[], []]
+
+
 def with_tags(comm: Communicator) -> list[float]:
     """Tags are received in any order; messages of one tag in theirs."""
     if comm.rank == 0:
