@@ -149,6 +149,8 @@ def algorithm(collective: str, name: str | None = None) -> Callable[[AlgorithmT]
 
 def algorithms(collective: str) -> dict[str, Algorithm]:
     """The algorithms known for `collective`, by name."""
+    import collectives.algorithms  # noqa: F401  (registers those that come with the package, which import this module)
+
     if collective not in _registered:
         raise ValueError(f"no collective is called {collective!r}; there are {', '.join(_registered)}")
     return dict(_registered[collective])

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import collectives.algorithms  # noqa: F401  (registers the algorithms that come with the package)
 from collectives.builder import Chunks, lookup, trace
 from collectives.contract import Contract
 from collectives.program import Buffer, Move, Program, Ref

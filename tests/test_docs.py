@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import collectives.algorithms  # noqa: F401  (registers them)
 from collectives.builder import algorithms
 from collectives.contract import COLLECTIVES
 from collectives.inspect import draw

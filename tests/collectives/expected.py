@@ -30,7 +30,9 @@ def exact_data(key: Sequence[int], rank: int, shape: Sequence[int], dtype: str, 
     if np.prod(shape) > 2 * PERIOD:  # what is long repeats itself, out of step with every slice and chunk
         return np.resize(exact_data(key, rank, (PERIOD,), dtype, op), shape)
     if op == "prod":
-        values = random.choice([1, 1, 2] if kind in ("uint", "bool") else [1, -1, 1, 2], shape)
+        # A complex product has no part that is zero, beside an imaginary one of only ones: its sign is the order's.
+        signed = [1, 1, 2 + 1j, -2 - 1j] if kind == "complex" else [1, -1, 1, 2]
+        values = random.choice([1, 1, 2] if kind in ("uint", "bool") else signed, shape)
     else:
         values = random.integers(0 if kind in ("uint", "bool") else -1, 3, shape)
     array = values.astype(find(dtype).numpy)
