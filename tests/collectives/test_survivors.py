@@ -92,11 +92,16 @@ def test_and_a_new_communicator_of_nccl() -> None:
 
 def refused(comm: Communicator) -> str:
     """Who is alive and does not come is named at the deadline."""
+    over = comm.zeros(1, np.int64)
+    theirs = comm.peer(over, 1)
     if comm.rank == 1:
+        while not over.item():
+            time.sleep(0.01)
         return ""
     comm._backend.timeout = 1.0  # type: ignore[attr-defined]
     with pytest.raises(collectives.CollectiveTimeoutError) as error:
         comm.survivors()
+    theirs[0] = 1
     return str(error.value)
 
 
