@@ -80,7 +80,7 @@ def test_only_one_chunk_is_reduced_at_a_time() -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten afterwards."""
-    known = {collective: dict(algorithms) for collective, algorithms in builder._registered.items()}
+    known = {collective: algorithms(collective) for collective in builder.COLLECTIVES}
     monkeypatch.setattr(builder, "_registered", known)
 
 
