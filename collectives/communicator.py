@@ -284,10 +284,16 @@ class Communicator:
         return out
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, tag: int = 0) -> Any:
-        """Send x to `dst` and receive `out` from `src` at the same time: no order of ranks can block."""
+        """Send x to `dst` and receive `out` from `src` at the same time: no order of ranks can block. They may share
+        memory, at the price of a copy."""
         # None is no rank, and means another call to the short way.
         if dst is None or src is None or not self._message_again(x, out, dst, src, tag):
-            self._messages([self._outgoing(x, dst, tag)], [self._incoming(out, src, tag)])
+            (source, to, number), received = self._outgoing(x, dst, tag), self._incoming(out, src, tag)
+            target = received[0]
+            start, into = arrays.address(source), arrays.address(target)
+            if start < into + target.nbytes and into < start + source.nbytes:
+                source = arrays.apart(source)
+            self._messages([(source, to, number)], [received])
         return out
 
     @contextmanager

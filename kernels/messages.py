@@ -276,6 +276,13 @@ def plain_message(table: int, end: int, x: int, flags: int, tag: int) -> bool:
 
 
 @portable
+def overlap(end: int, other: int) -> bool:
+    """Whether the arrays of two ends share memory."""
+    array, its = load_word(end + 8 * END_ARRAY), load_word(other + 8 * END_ARRAY)
+    return array < its + load_word(other + 8 * END_BYTES) and its < array + load_word(end + 8 * END_BYTES)
+
+
+@portable
 def end_of(table: int, rank: int, receives: int) -> int:
     """An end, given a rank as an object; 0 if there is none."""
     header = load_word(table + 8 * TABLE_HEADER)
@@ -311,6 +318,8 @@ def admit_message(table: int, x: int, out: int, dst: int, src: int, tag: int) ->
         store_word(ends + 8 * count, end)
         count += 1
     if count == 0:  # None as the rank of a send or a recv
+        return UNKNOWN
+    if count == 2 and overlap(load_word(ends), load_word(ends + 8)):
         return UNKNOWN
     for i in range(count):
         store_word(load_word(ends + 8 * i) + 8 * END_PHASE, BEGUN)

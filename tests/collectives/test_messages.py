@@ -99,6 +99,24 @@ def test_shapes_and_layouts(crew: Crews) -> None:
     assert crew(in_shapes, 2) == [[], []]
 
 
+def in_place(comm: Communicator) -> list[str]:
+    """sendrecv from and into memory that overlaps, ordinary and symmetric: all of x is what was there before."""
+    wrong, peer, count = [], 1 - comm.rank, 300_007
+    for memory in np.empty(count + 10), comm.empty(count + 10, np.float64):
+        for _ in range(2):
+            for ahead in 0, 10:
+                out, x = memory[:count], memory[ahead : ahead + count]
+                x[:] = data(comm.rank, count)
+                comm.barrier()
+                if not same_bits(comm.sendrecv(x, peer, out, peer), data(peer, count)):
+                    wrong.append(f"x {ahead} elements ahead of out")
+    return wrong
+
+
+def test_sendrecv_in_place(crew: Crews) -> None:
+    assert crew(in_place, 2) == [[], []]
+
+
 def to_no_rank(comm: Communicator) -> list[str]:
     """What is told of each call whose rank is none, after plain messages as before any."""
     x, out, told = np.ones(4), np.zeros(4), []
