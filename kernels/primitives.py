@@ -102,6 +102,15 @@ def copy_bytes(dst: int, src: int, nbytes: int, lane: int, lanes: int) -> None:
 
 
 @primitive
+def copy_past_caches(dst: int, src: int, nbytes: int) -> None:
+    """Copy what is larger than the caches: without reading what is written over, and leaving in them what is there.
+
+    The data are visible to who sees the next `raise_flag`.
+    """
+    ctypes.memmove(dst, src, nbytes)
+
+
+@primitive
 def combine(
     function: int, dsts: int, ndst: int, srcs: int, nsrc: int,
     count: int, raw: int, final: int, scale: int, lane: int, lanes: int,

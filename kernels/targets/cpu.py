@@ -205,6 +205,16 @@ def move_memory(typing, dst, src, nbytes):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def move_line_past_caches(typing, dst, src):  # type: ignore[no-untyped-def]
+    def generate(b, dst, src):  # type: ignore[no-untyped-def]
+        line = ir.VectorType(_I64, 8)
+        store = b.store(b.load(_pointer(b, src, line), align=1), _pointer(b, dst, line), align=64)
+        store.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(_I32, 1)]))
+
+    return types.none(types.int64, types.int64), _emit(generate)
+
+
+@intrinsic
 def call_reduction(typing, function, dsts, ndst, srcs, nsrc, count, raw, final, scale, lane, lanes):  # type: ignore[no-untyped-def]
     def generate(b, function, *arguments):  # type: ignore[no-untyped-def]
         # Numba's own calling convention: status f(result*, exception**, arguments...).
@@ -230,8 +240,20 @@ def copy_bytes(dst, src, nbytes, lane, lanes):  # type: ignore[no-untyped-def]
 
 
 @_jit
+def copy_past_caches(dst, src, nbytes):  # type: ignore[no-untyped-def]
+    before = min(-dst & 63, nbytes)
+    lines = (nbytes - before) // 64
+    move_memory(dst, src, before)
+    for i in range(lines):
+        move_line_past_caches(dst + before + 64 * i, src + before + 64 * i)
+    done = before + 64 * lines
+    move_memory(dst + done, src + done, nbytes - done)
+
+
+@_jit
 def raise_flag(flag, value):  # type: ignore[no-untyped-def]
-    # The exchange is a full fence between the new value and the look at the waiters, whose own fence is `add`.
+    # The exchange is a full fence between the new value and the look at the waiters, whose own fence is `add`; stores
+    # past the caches are done before it, too.
     exchange(flag, value)
     if load_acquire(flag + 4) != 0:
         futex_wake(flag)
@@ -265,6 +287,7 @@ PRIMITIVES = {
     "doze": doze,
     "sync": sync,
     "copy_bytes": copy_bytes,
+    "copy_past_caches": copy_past_caches,
     "combine": call_reduction,
     "load_pair": load_pair,
     "store_pair": store_pair,

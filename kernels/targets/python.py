@@ -46,6 +46,7 @@ PRIMITIVES: dict[str, Any] = {
     "now": primitives.now,
     "doze": primitives.doze,
     "sync": primitives.sync,
+    "copy_past_caches": primitives.copy_past_caches,
     "copy_bytes": bind(elementwise.copy, _COPIES, as_it_is),
     "load_pair": lowlatency.load_pair,
     "store_pair": lowlatency.store_pair,

@@ -146,6 +146,22 @@ def test_large_data_in_open_memory_stay_there(advance: Advance) -> None:
     assert stream.go_on(SENDS) == 0 and stream.phase(SENDS) == x.IDLE
 
 
+@pytest.mark.parametrize("odd", [0, 1, 63])
+def test_what_is_larger_than_a_cache(advance: Advance, odd: int) -> None:
+    """It is written past it, whole lines and what is left at both ends, and nothing beside it."""
+    stream, nbytes = Stream(advance), x.CACHED_BYTES + 70 if not isinstance(advance, FunctionType) else 100
+    sent, memory = np.resize(noise(odd, 99_991), nbytes), guarded.zeros(nbytes + odd, np.uint8)
+    out = memory[odd:]
+    stream.put(SENDS, sent)
+    stream.put(RECEIVES, out)
+    under_way = [SENDS, RECEIVES]
+    while under_way:
+        place = stream.go_on(*under_way)
+        if place >= 0:
+            del under_way[place]
+    assert (out == sent).all() and not memory[:odd].any()
+
+
 @pytest.mark.parametrize("where", ["small", "beginning before", "ending behind"])
 def test_other_data_go_through_the_slots(advance: Advance, where: str) -> None:
     stream = Stream(advance)
