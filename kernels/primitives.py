@@ -80,11 +80,14 @@ def now() -> int:
 def doze(round: int, flag: int, seen: int, spins: int, yields: int) -> bool:
     """Pass the time between two looks at `flag`, whose value was `seen`: spin first, then yield, then sleep.
 
-    `round` counts the looks. False says that about 50 ms have gone by in sleep: time to report back.
+    `round` counts the looks. False says that about 50 ms have gone by in sleep: time to report back. With negative
+    `yields` it says so as soon as the spins are over.
     """
     if round < spins + yields:
         time.sleep(0)
         return True
+    if yields < 0:
+        return False
     time.sleep(0.0002)
     return (round - spins - yields + 1) % 250 != 0
 

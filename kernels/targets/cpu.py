@@ -267,6 +267,8 @@ def doze(round, flag, seen, spins, yields):  # type: ignore[no-untyped-def]
     if round < spins + yields:
         yield_core()
         return True
+    if yields < 0:
+        return False
     add(flag + 4, 1)
     awake = True
     if load_acquire(flag) == seen:
