@@ -79,8 +79,10 @@ def read(path: Path) -> dict[str, Any]:
     """A benchmark's file. Raises FileError for another."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path} cannot be read: {error}") from error
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise FileError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("samples"), list):
         raise FileError(f"{path} has no samples: expected what `mgpu bench all_reduce --json`, or its like, writes")
     return content

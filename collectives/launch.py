@@ -311,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         "With --restarts all ranks are then started afresh: the recipes go on from their last checkpoint, and other "
         "scripts find the number of restarts so far in MGPU_RESTART.",
     )
-    parser.add_argument("-n", type=_count, metavar="N", dest="ranks", help="ranks (default: one per processor)")
+    parser.add_argument("-n", "-np", type=_count, metavar="N", dest="ranks", help="ranks (default: one per processor)")
     parser.add_argument("--threads", type=_count, metavar="K", help="threads in each rank's pools (default: its share)")
     parser.add_argument("--pin", action="store_true", help="keep each rank on processors of its own")
     parser.add_argument("--prefix", action="store_true", help="put [rank] before every line of output, and mix none")

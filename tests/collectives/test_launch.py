@@ -582,3 +582,11 @@ def test_reports_are_not_written_to_a_descriptor_that_means_something_else(monke
         assert sys.excepthook is hook
     for descriptor in (reader, writer, other):
         os.close(descriptor)
+
+
+@pytest.mark.parametrize("flags", [["-n", "2"], ["-n2"], ["-np", "2"]], ids=" ".join)
+def test_the_number_of_ranks_as_other_launchers_are_told(flags, tmp_path, capfd):
+    script = tmp_path / "script.py"
+    script.write_text("print('here')\n")
+    assert launch.main([*flags, str(script)]) == 0
+    assert capfd.readouterr().out.split() == ["here"] * 2
