@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from collectives import wire
 from collectives.arrays import Array, address
+from collectives.backends.apart import Apart
 from collectives.backends.base import Backend, Failing, Pending
 from collectives.backends.in_turn import InTurn
 from collectives.call import INTERNAL, Call, describe, disagreement, make_call
@@ -42,7 +43,7 @@ _Made = TypeVar("_Made")
 _ERRORS = (CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError)
 
 
-class Mpi(Backend):
+class Mpi(Apart):
     """One communicator of MPI ranks."""
 
     name = "mpi"
@@ -356,18 +357,6 @@ class Mpi(Backend):
             f"rank {rank}'s memory cannot be reached from rank {self.rank} over MPI: put, get, locks and counters are "
             f"for ranks that share memory. Use send and recv, or split the ranks by host"
         )
-
-    def fetch_add(self, word: Array, value: int, rank: int) -> int:
-        view = self.peer_view(word, rank)
-        before = int(view.item())
-        view[...] = before + value
-        return before
-
-    def acquire(self, lock: Array, rank: int) -> None:
-        self.peer_view(lock, rank)  # its own: threads of one rank count as one
-
-    def release(self, lock: Array, rank: int) -> None:
-        self.peer_view(lock, rank)
 
     def wait_until(self, word: Array, value: int, rank: int) -> None:
         view = self.peer_view(word, rank)

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from collectives.arrays import Array, address
-from collectives.backends.base import Backend, Failing, Pending
+from collectives.backends.apart import Apart
+from collectives.backends.base import Failing, Pending
 from collectives.backends.in_turn import InTurn
 from collectives.backends.mpi import as_bytes, combine
 from collectives.book import Calls
@@ -68,7 +69,7 @@ class Seat:
         return {"kind": self._word.kind, "text": self._word.text} if self._word else {}
 
 
-class Tcp(Backend):
+class Tcp(Apart):
     """One communicator of ranks that have a post. `members[r]` is the world's number of this communicator's rank r."""
 
     name = "tcp"
@@ -272,18 +273,6 @@ class Tcp(Backend):
             f"rank {rank}'s memory cannot be reached from rank {self.rank}: where ranks span hosts, put, get, locks "
             f"and counters are not for arrays of the CPU. Use send and recv, or split the ranks by host"
         )
-
-    def fetch_add(self, word: Array, value: int, rank: int) -> int:
-        view = self.peer_view(word, rank)
-        before = int(view.item())
-        view[...] = before + value
-        return before
-
-    def acquire(self, lock: Array, rank: int) -> None:
-        self.peer_view(lock, rank)  # its own: threads of one rank count as one
-
-    def release(self, lock: Array, rank: int) -> None:
-        self.peer_view(lock, rank)
 
     def wait_until(self, word: Array, value: int, rank: int) -> None:
         view = self.peer_view(word, rank)
