@@ -133,6 +133,6 @@ def _serve(comm: Communicator, door: str) -> None:
                 return
             fn, args = _unpack(*pickle.loads(connection.recv_bytes())[:3])
             answer = fn(comm, *args)
+            gc.collect()  # what one test has dropped is no concern of the next, and may be this communicator's end
             connection.send((answer, _trouble(comm)))
             del answer
-            gc.collect()  # what one test has dropped is no concern of the next

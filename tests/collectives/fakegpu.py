@@ -83,6 +83,7 @@ class FakeDriver:
         self._current = threading.local()
         self._lock = threading.Lock()
         self._numbers = itertools.count(100)
+        self.beside: Communicator | None = None  # lives as long as this
 
     def __enter__(self) -> FakeDriver:
         self._current.depth = getattr(self._current, "depth", 0) + 1
@@ -273,6 +274,9 @@ def without_compilers() -> None:
 
 def on_gpu(comm: Communicator, **options: Any) -> tuple[Communicator, FakeDriver]:
     """A communicator of fake GPUs beside one of processes on a host."""
+    control = comm.split(0)  # which ends with it
+    assert control is not None
     without_compilers()
     driver = FakeDriver(**options)
-    return Communicator(cuda.Cuda(comm._backend, driver)), driver  # type: ignore[arg-type]
+    driver.beside = control
+    return Communicator(cuda.Cuda(control._backend, driver)), driver  # type: ignore[arg-type]

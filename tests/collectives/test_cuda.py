@@ -358,7 +358,7 @@ def gives_up(comm: Communicator, address: str) -> list[tuple[bool, bool]]:
         gpu.close()
         kept = ("unregister", panel) not in driver.log
         world.close()
-        del gpu, world
+        del gpu, driver, world
         gc.collect()
         with open("/proc/self/maps") as lines:
             spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines if "mgpu" in line]

@@ -272,7 +272,7 @@ def on_two_gpus(comm):
 
     gpu, driver = on_gpu(comm)
     found = []
-    with fakecupy.installed():
+    with fakecupy.installed(), gpu:
         fakecupy.settle.append(lambda: driver.synchronize(0))
         try:
             for wrap in (DataParallel, lambda model, comm: Sharded(model, comm, stage=2)):

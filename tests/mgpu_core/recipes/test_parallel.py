@@ -181,8 +181,7 @@ def run_on_gpus(comm, ways, kind, folder):
 
     found = {}
     for name, text in ways.items():
-        control = comm.split(0)
-        gpu, driver = on_gpu(control)
+        gpu, driver = on_gpu(comm)
         with fakecupy.installed(), gpu:
             fakecupy.settle.append(lambda: driver.synchronize(0))
             try:
@@ -240,8 +239,7 @@ def test_on_gpus_it_loses_what_it_loses_on_the_cpu(crew, tmp_path, way):
 def refused_on_gpus(comm):
     from fakegpu import on_gpu
 
-    control = comm.split(0)
-    gpu, driver = on_gpu(control)
+    gpu, driver = on_gpu(comm)
     said = []
     with fakecupy.installed(), gpu:
         here, there = (nn.Linear(2, 2, rng=np.random.default_rng(0)).to(where) for where in ("cpu", "cuda"))
@@ -252,10 +250,10 @@ def refused_on_gpus(comm):
                 lambda: DataParallel(there, gpu, hook=BlockInt8()),
                 lambda: DataParallel(there, gpu, hook=PowerSGD()),
                 lambda: Sharded(there, gpu, stage=3),
-                lambda: Asynchronous(there, control, sgd),
+                lambda: Asynchronous(there, comm, sgd),
                 lambda: Asynchronous(here, gpu, sgd),
                 lambda: Synchronous(DataParallel(there, gpu), sgd(there.named_parameters()), speeds="auto"),
-                lambda: DataParallel(there, control),
+                lambda: DataParallel(there, comm),
             ):
                 with pytest.raises((ValueError, TypeError)) as caught:
                     make()
