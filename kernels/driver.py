@@ -75,7 +75,9 @@ class Driver:
         self.capability = major, self._attribute(attributes.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         self.processors = self._attribute(attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self.name = call(cu.cuDeviceGetName, 128, self._handle).split(b"\0")[0].decode()
-        self.uuid = bytes(call(cu.cuDeviceGetUuid, self._handle).bytes).hex()
+        # Of a part of a GPU (MIG) its own; CUDA 13's bindings have that under the old name.
+        uuid = getattr(cu, "cuDeviceGetUuid_v2", cu.cuDeviceGetUuid)
+        self.uuid = bytes(call(uuid, self._handle).bytes).hex()
         with self:
             self._stream = self.new_stream()
 
@@ -89,22 +91,40 @@ class Driver:
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
         call(cu.cuCtxPopCurrent)
 
+    def use(self) -> None:
+        """Make this GPU the calling thread's: where CUDA's runtime, and so CuPy and PyTorch, make arrays."""
+        call(cu.cuCtxSetCurrent, self._context)
+
     # Memory
 
     def allocate(self, nbytes: int) -> int:
         """Memory of this GPU, zeroed."""
-        address = int(call(cu.cuMemAlloc, nbytes))
+        with _beside_captures():
+            address = int(call(cu.cuMemAlloc, nbytes))
         self.clear(address, nbytes)
         return address
 
     def clear(self, address: int, nbytes: int) -> None:
         """Make memory zero, and return when it is."""
-        call(cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
-        self.synchronize(self._stream)
+        with _beside_captures():
+            call(cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
+            self.synchronize(self._stream)
 
     def free(self, address: int) -> None:
         """Give back what `allocate` gave."""
-        call(cu.cuMemFree, address)
+        with _beside_captures():
+            call(cu.cuMemFree, address)
+
+    def owner(self, address: int) -> int | None:
+        """The number of the GPU that memory belongs to; None for what CUDA does not know."""
+        try:
+            return int(
+                call(cu.cuPointerGetAttribute, cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+            )
+        except DriverError as error:
+            if error.name != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            return None
 
     def extent(self, address: int) -> tuple[int, int]:
         """The (start, bytes) of the allocation that an address lies in."""
@@ -113,7 +133,8 @@ class Driver:
 
     def export(self, start: int) -> bytes:
         """A handle of the allocation that begins at `start`, for other processes to `attach`."""
-        return ctypes.string_at(call(cu.cuIpcGetMemHandle, start).getPtr(), HANDLE_BYTES)
+        handle = call(cu.cuIpcGetMemHandle, start)  # which keeps its bytes
+        return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
     def attach(self, handle: bytes) -> int:
         """Where another process's allocation begins in this one."""
@@ -169,10 +190,11 @@ class Driver:
 
     def load(self, cubin: bytes, name: str, lanes: int) -> Kernel:
         """The kernel `name` of a compiled module, to be launched with blocks of `lanes`."""
-        module = call(cu.cuModuleLoadData, cubin)
-        self._modules.append(module)
-        function = call(cu.cuModuleGetFunction, module, name.encode())
-        blocks = int(call(cu.cuOccupancyMaxActiveBlocksPerMultiprocessor, function, lanes, 0))
+        with _beside_captures():
+            module = call(cu.cuModuleLoadData, cubin)
+            self._modules.append(module)
+            function = call(cu.cuModuleGetFunction, module, name.encode())
+            blocks = int(call(cu.cuOccupancyMaxActiveBlocksPerMultiprocessor, function, lanes, 0))
         return Kernel(function, blocks * self.processors)
 
     def launch(self, kernel: Kernel, grid: tuple[int, int], lanes: int, argument: int, stream: int) -> None:

@@ -10,6 +10,7 @@ import mmap
 import os
 import queue
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -91,6 +92,15 @@ class FakeDriver:
 
     def __exit__(self, *_: object) -> None:
         self._current.depth -= 1
+
+    def use(self) -> None:
+        self.log.append(("use",))
+
+    def owner(self, address: int) -> int | None:
+        assert self._current.depth, "no context is current"
+        if self._start <= address < self._start + POOL or "cupy" in sys.modules:  # a stand-in's arrays lie anywhere
+            return self.device
+        return None
 
     def allocate(self, nbytes: int) -> int:
         size = -(-nbytes // 512) * 512

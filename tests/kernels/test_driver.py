@@ -6,7 +6,9 @@ from __future__ import annotations
 import ast
 import ctypes
 import inspect
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,71 @@ def test_a_handle_of_memory_is_as_long_as_the_drivers() -> None:
     ctypes.memmove(first.getPtr(), data, len(data))
     ctypes.memmove(second.getPtr(), first.getPtr(), driver.HANDLE_BYTES)
     assert ctypes.string_at(second.getPtr(), driver.HANDLE_BYTES) == data
+
+
+def test_a_handle_is_read_before_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA 13's bindings give its memory to whatever is made next."""
+    data = bytes(range(driver.HANDLE_BYTES))
+    memory = ctypes.create_string_buffer(data, driver.HANDLE_BYTES)
+
+    class Handle:
+        def getPtr(self) -> int:
+            return ctypes.addressof(memory)
+
+        def __del__(self) -> None:
+            ctypes.memset(memory, 0xA5, driver.HANDLE_BYTES)
+
+    monkeypatch.setattr(cu, "cuIpcGetMemHandle", lambda start: (cu.CUresult.CUDA_SUCCESS, Handle()), raising=True)
+    assert object.__new__(driver.Driver).export(4096) == data
+    assert memory.raw != data
+
+
+def test_what_a_capture_forbids_is_asked_for_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the calls that are made while some stream may be captured, those that CUDA calls potentially unsafe."""
+    modes = cu.CUstreamCaptureMode
+    relaxed, strict = modes.CU_STREAM_CAPTURE_MODE_RELAXED, modes.CU_STREAM_CAPTURE_MODE_GLOBAL
+    mode, asked = [strict], []
+
+    def unsafe(name: str, *results: Any) -> Callable[..., Any]:
+        def function(*_: Any) -> Any:
+            asked.append(name)
+            assert mode == [relaxed], f"{name} while a stream is captured"
+            return (cu.CUresult.CUDA_SUCCESS, *results)
+
+        function.__name__ = name
+        return function
+
+    def exchange(new: Any) -> Any:
+        before, mode[0] = mode[0], new
+        return cu.CUresult.CUDA_SUCCESS, before
+
+    monkeypatch.setattr(cu, "cuThreadExchangeStreamCaptureMode", exchange)
+    unsafe_calls: dict[str, tuple[Any, ...]] = {
+        "cuMemAlloc": (4096,), "cuMemFree": (), "cuMemsetD8Async": (), "cuMemcpyAsync": (), "cuStreamSynchronize": (),
+        "cuEventQuery": (), "cuModuleLoadData": ("module",), "cuModuleGetFunction": ("function",),
+        "cuOccupancyMaxActiveBlocksPerMultiprocessor": (2,),
+    }  # fmt: skip
+    for name, results in unsafe_calls.items():
+        monkeypatch.setattr(cu, name, unsafe(name, *results))
+    gpu = object.__new__(driver.Driver)
+    gpu._stream, gpu._modules, gpu.processors = 1, [], 132
+    address = gpu.allocate(8)
+    gpu.write(address, b"12345678")
+    gpu.write(address, b"")
+    assert len(gpu.read(address, 8)) == 8
+    gpu.free(address)
+    assert gpu.load(b"cubin", "execute", 512) == driver.Kernel("function", 264)
+    assert gpu.done(7)
+    assert set(asked) == set(unsafe_calls) and mode == [strict]
+
+
+@pytest.mark.parametrize(
+    ("status", "owner"),
+    [("CUDA_SUCCESS", 3), ("CUDA_ERROR_INVALID_VALUE", None)],
+)
+def test_memory_has_an_owner(status: str, owner: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cu, "cuPointerGetAttribute", lambda attribute, address: (getattr(cu.CUresult, status), owner))
+    assert object.__new__(driver.Driver).owner(4096) == owner
 
 
 def test_streams_events_and_addresses_are_integers_both_ways() -> None:
