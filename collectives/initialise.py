@@ -54,13 +54,13 @@ def init(
     and for results that differ between ranks after every call (see `collectives.backends.checked`).
 
     backend, the same on every rank: "shm", processes on one host that share memory. "cuda", a GPU for each of them:
-    number `device` of those that the process sees, or else the rank's number on its host, counted round; arrays of the
-    CPU go as with "shm". "nccl": the same through NVIDIA's NCCL, by nccl4py, on any number of hosts; where there are
-    several, arrays of the CPU go by way of rank 0, which is meant for small ones. "cuda+nccl": all-reduces are done in
-    parts, by "cuda" inside a host and NCCL between. "sim": the GPU's kernels in Numba's
-    simulator, on the host's memory, for tests (`spawn(..., backend="sim")` sets it up); ImportError where Numba does
-    not simulate. "shm+mpi": processes on several hosts, which share memory inside each and use MPI between. "mpi": MPI
-    alone. Both need mpi4py, and take rank and size from MPI. "auto": where every rank has a GPU and CUDA's Python
+    number `device` of those that the process sees, or else the rank's number on its host, counted round, which becomes
+    the calling thread's GPU; arrays of the CPU go as with "shm". "nccl": the same through NVIDIA's NCCL, by nccl4py, on
+    any number of hosts; where there are several, arrays of the CPU go by way of rank 0, which is meant for small ones.
+    "cuda+nccl": all-reduces are done in parts, by "cuda" inside a host and NCCL between. "sim": the GPU's kernels in
+    Numba's simulator, on the host's memory, for tests (`spawn(..., backend="sim")` sets it up); ImportError where Numba
+    does not simulate. "shm+mpi": processes on several hosts, which share memory inside each and use MPI between. "mpi":
+    MPI alone. Both need mpi4py, and take rank and size from MPI. "auto": where every rank has a GPU and CUDA's Python
     packages, "cuda" on one host and "nccl" on several; else "shm". But where mpirun or srun has started ranks on
     several hosts and mpi4py is there, "shm+mpi".
 
@@ -189,6 +189,7 @@ def _gpu(device: int | None, backend: str, control: Shm | Tcp) -> Backend:
 
     local_rank = sum(peer.local and peer.rank < control.rank for peer in control.host.meeting.peers)
     driver = Driver(local_rank % max(devices(), 1) if device is None else device)
+    driver.use()  # the caller's arrays are made there from now on
     if backend == "cuda":
         from collectives.backends.cuda import Cuda
 

@@ -49,6 +49,8 @@ SCRATCH_BYTES = 16 << 20  # of a rank, for arrays outside symmetric memory; MGPU
 JOB_BYTES = 8 << 20  # for the jobs of the calls that are kept
 _FAREWELL = 1.0  # seconds that a rank waits for the others to close, to give memory back that they see
 _LOOKS = 200  # at a flag, before the first nap
+_SHARED = 2 << 20  # bytes that memory for other processes is a multiple of: what is smaller CUDA puts beside other
+# memory, and CUDA IPC shows all of that (CUDA C++ Programming Guide, Interprocess Communication)
 _LINE = 64
 _still_in_use: list[Any] = []  # memory of the host that GPUs may use until this process ends
 # The panel: byte offsets.
@@ -234,7 +236,7 @@ class Cuda(OnDevice):
             return Block([own if rank == self.rank else 0 for rank in range(self.size)], nbytes)
         handle = b""
         try:
-            own = driver.allocate(max(nbytes, 1))
+            own = driver.allocate(-(-max(nbytes, 1) // _SHARED) * _SHARED)
             # A handle is of a whole allocation of the driver's; ours may begin inside of one.
             start, _ = driver.extent(own)
             offset = own - start

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kernels.driver import Driver, Kernel
 
 _MOST_JOBS = 256
+_MOST_KNOWN = 4096  # addresses of which it is known that they are this GPU's
 LOOK = 0.05  # seconds between two looks at the peers
 # A block's number stands above its offset in the word that tells where an array lies.
 OFFSET_BITS = 44
@@ -70,6 +71,7 @@ class OnDevice(Backend):
         self._closed = False
         self._blocks: dict[int, Block] = {}  # symmetric memory, by number
         self._dropped: set[int] = set()  # blocks that nobody here uses any more
+        self._known: set[int] = set()  # addresses of arrays in this GPU's memory
         self._next_block = 0
         self._enqueued = 0  # calls put into streams
         self._last_stream: int | None = None  # of the last call that was no part of a graph
@@ -172,6 +174,7 @@ class OnDevice(Backend):
             raise PeerLostError(f"{describe(call.signature())}: rank {gone[0]} has closed its communicator")
         driver = self.driver
         with driver:
+            self._check_owner(source, target)
             captured = driver.capturing(stream)
             work = self._prepare(call, source, target, captured)
             # Calls of a communicator follow one another, whatever their streams. What is captured keeps to its graph.
@@ -189,6 +192,26 @@ class OnDevice(Backend):
             with self._failing:
                 self._announce(call)
             self._put(work, stream, captured, launched)
+
+    def _check_owner(self, *given: DeviceArray | None) -> None:
+        """Raise ValueError for arrays in another GPU's memory: a kernel that touches them ends all of CUDA here."""
+        for array in given:
+            if array is None or not array.size or array.address in self._known:
+                continue
+            owner = self.driver.owner(array.address)
+            shared = (
+                block.offset(rank, array.address, 0) for block in self._blocks.values() for rank in range(self.size)
+            )
+            if owner != self.driver.device and all(offset is None for offset in shared):
+                where = "no memory of a GPU" if owner is None else f"memory of GPU {owner}"
+                raise ValueError(
+                    f"an array at {array.address:#x} lies in {where}, and rank {self.rank} of this communicator has "
+                    f"GPU {self.driver.device}; cupy.cuda.Device({self.driver.device}).use(), or "
+                    f"torch.cuda.set_device({self.driver.device}), makes arrays there"
+                )
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known.add(array.address)
 
     def _announce(self, call: Call) -> None:
         """Write a call down for the others, and compare it with theirs."""
@@ -369,6 +392,7 @@ class OnDevice(Backend):
         key = bucket.address, *((tensor.address, tensor.nbytes) for tensor in tensors)
         if key in self._jobs and not captured:
             return self._jobs[key]
+        self._check_owner(bucket, *tensors)
         starts = np.cumsum([0, *(tensor.size for tensor in tensors)])[:-1].tolist()
         addresses, counts = [tensor.address for tensor in tensors], [tensor.size for tensor in tensors]
         rows = pack.table(addresses, counts, starts, bucket.size)

@@ -320,6 +320,8 @@ class Nccl(OnDevice):
         to, of = ([peer for _, peer, _ in side] for side in (outgoing, incoming))
         what = f"messages to {to} and from {of}"
         streams = list(dict.fromkeys(array.stream for array, _, _ in (*outgoing, *incoming)))
+        with driver:
+            self._check_owner(*(array for array, _, _ in (*outgoing, *incoming)))
         with driver, self._failing:
             captured = driver.capturing(streams[0])
             for stream in streams:

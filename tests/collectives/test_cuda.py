@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from collectives.backends.cuda import Layout
 from collectives.backends.shm import Shm
 from collectives.device_arrays import DeviceArray
 from collectives.environment import place as standing
-from collectives.initialise import _join, join_all
+from collectives.initialise import _gpu, _join, join_all
 from kernels import driver as real
 from kernels import grid, lowlatency
 
@@ -194,6 +195,40 @@ def test_ranks_of_one_process_are_driven_by_one_thread(shared: bool, monkeypatch
         assert list(pool.map(on_the_host, comms)) == [[2, 12, 2]] * 2
         list(pool.map(Communicator.close, comms))
     assert not one.errors
+
+
+def test_an_array_of_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that touched it would end every call of CUDA in the process."""
+    monkeypatch.setattr(cuda.cubin, "load", lambda name, dtype, operation, *_: f"{dtype}-{operation}".encode())
+    monkeypatch.setattr(cuda.cubin, "load_pack", lambda dtype, *_: f"pack-{dtype.name}".encode())
+    drivers = [FakeDriver(), FakeDriver(1)]
+    comms = join_all(drivers, timeout=20.0)
+    values = np.ones(5000, np.float32)
+    mine, other = (driver.array(values) for driver in drivers)
+    host = DeviceArray(values.ctypes.data, values.shape, values.dtype)
+    for array in other, host:
+        with pytest.raises(ValueError, match="lies in no memory of a GPU, and rank 0 .* has GPU 0; .*set_device"):
+            comms[0].all_reduce(array, out=mine)
+        with pytest.raises(ValueError, match="lies in"):
+            comms[0].all_reduce([mine, array])
+    monkeypatch.setattr(drivers[0], "owner", lambda address: 1)
+    with pytest.raises(ValueError, match="lies in memory of GPU 1, and rank 0"):
+        comms[0].all_reduce(other, out=mine)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Communicator.close, comms))
+    assert not [entry for driver in drivers for entry in driver.log if entry[0] == "launch"]
+
+
+@pytest.mark.parametrize(("given", "number"), [(None, 1), (0, 0)])
+def test_a_ranks_gpu_becomes_its_threads(given: int | None, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the arrays that the caller makes without more ado would all be in GPU 0's memory."""
+    monkeypatch.setattr(real, "Driver", FakeDriver)
+    monkeypatch.setattr(real, "devices", lambda: 2)
+    monkeypatch.setattr(cuda, "Cuda", lambda control, driver: driver)
+    peers = [SimpleNamespace(local=True, rank=rank) for rank in range(4)]
+    control: Any = SimpleNamespace(rank=3, host=SimpleNamespace(meeting=SimpleNamespace(peers=peers)))
+    driver: Any = _gpu(given, "cuda", control)
+    assert driver.device == number and driver.log == [("use",)]
 
 
 def small_messages(comm: Communicator) -> None:
