@@ -3,8 +3,11 @@
     make gpu-check                      # or python -m bench.gpu_check [--ranks 2 4 8] [--json FILE] [--minutes 10]
     python -m bench.gpu_check --sim     # the same logic in CUDA's simulator, few cases: no GPU needed
 
-Ranks are processes, that share a GPU where there are fewer GPUs than ranks. Prints a table and writes JSON. The exit
-code is 0 when all is right, 1 for any wrong byte or failure, and 2 where there is no GPU.
+Each check is a process of its own with a deadline (`bench/apart.py`). Its ranks are processes where there is a GPU for
+each. Where there are fewer, processes that wait for each other on one GPU would take turns of milliseconds: so every
+program with every dtype and operation is run by ranks in one process, and every program once by processes. Prints each
+row as it is there, and writes JSON after each. The exit code is 0 when all is right, 1 for any wrong byte or failure,
+and 2 where there is no GPU.
 """
 
 from __future__ import annotations
@@ -13,22 +16,27 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import random
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import collectives
+from bench import apart
+from bench.apart import Row
 from collectives import Communicator
 from collectives.backends.nccl import translate
 from collectives.builder import algorithms
@@ -36,7 +44,7 @@ from collectives.call import make_call
 from collectives.contract import COLLECTIVES
 from collectives.device_arrays import DeviceArray
 from collectives.initialise import ON_GPU
-from kernels import pack
+from kernels import cubin, lowlatency, native, pack
 from kernels.dtypes import DTYPES, find
 from mgpu_core import Tensor, device, nn, optim, parallel
 from mgpu_core.nn import functional as F
@@ -48,6 +56,11 @@ REPLAYS = 20
 ENQUEUED = 500  # calls of which the host's time is taken
 NODES = 100  # of the graph that is timed
 BIG = 256 << 20  # bytes of the timed messages
+FAMOUS = 3  # wrong cases that are told of in detail
+SIZES = (1 << 10, 1 << 20, BIG)  # bytes of the messages that NCCL is timed with, too
+LIMITS = {"kernels": 200.0, "training": 90.0}  # seconds that a check may take; the others:
+LIMIT = 120.0
+TIMEOUT = 40.0  # seconds after which a collective call says who is missing: sooner than a check's end
 CLOSE = 1e-3  # how far a loss may be from the CPU's, relatively: other sums in another order
 
 
@@ -62,18 +75,6 @@ class Case(NamedTuple):
     op: str
     rows: int
     symmetric: bool
-
-
-@dataclass
-class Row:
-    """One line of the table. `wrong`: cases that gave other bytes than the CPU; -1 for a check that was not run."""
-
-    check: str
-    ranks: int
-    cases: int
-    wrong: int
-    seconds: float
-    note: str = ""
 
 
 def cases(thorough: bool) -> list[Case]:
@@ -116,10 +117,35 @@ def inputs(case: Case, rank: int, size: int) -> Any:
     return (values > 0 if kind.kind == "bool" else values).astype(kind.numpy)
 
 
-def results(comm: Communicator, given: Sequence[Case]) -> list[str]:
-    """A digest of what each case leaves on this rank."""
+def results(comm: Communicator, given: Sequence[Case], digests: bool = True) -> list[Any]:
+    """What each case leaves on this rank, as an array of the CPU or None, or a digest of that."""
     place: Callable[[Any, bool], Any] = _on_gpu(comm) if comm.backend in ON_GPU else lambda values, symmetric: values
-    return [_digest(_run(comm, case, place)) for case in given]
+    found = []
+    for case in given:
+        values = _values(_run(comm, case, place))
+        found.append(values if not digests else "" if values is None else hashlib.sha256(values.tobytes()).hexdigest())
+    return found
+
+
+def _spawn(function: Callable[..., Any], ranks: int, args: Sequence[Any] = (), backend: str = "cuda") -> list[Any]:
+    return collectives.spawn(function, ranks, args, backend=backend, timeout=TIMEOUT)
+
+
+def in_one_process(ranks: int, given: Sequence[Case], digests: bool = True) -> list[list[Any]]:
+    """`results` of ranks that are threads of this process, on the GPUs that are there."""
+    from kernels.driver import devices
+
+    gpus = [rank % devices() for rank in range(ranks)]
+    comms = collectives.init_all(gpus, timeout=TIMEOUT)
+
+    def run(rank: int) -> list[Any]:
+        device.select("cuda", gpus[rank])
+        found = results(comms[rank], given, digests)
+        comms[rank].close()
+        return found
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(run, range(ranks)))
 
 
 def _run(comm: Communicator, case: Case, place: Callable[[Any, bool], Any]) -> Any:
@@ -133,22 +159,24 @@ def _run(comm: Communicator, case: Case, place: Callable[[Any, bool], Any]) -> A
         options["root"] = root
     if COLLECTIVES[case.collective].source is None:
         options["op"] = collectives.premul_sum(3 if case.algorithm else 2) if case.op == "premul_sum" else case.op
+    given = None if case.collective == "scatter" and comm.rank != root else x
     if case.collective == "broadcast":
-        return comm.broadcast(x, **options)
-    if case.collective == "scatter" and comm.rank != root:
-        x = None
-    return getattr(comm, case.collective)(x, out=out, **options)
+        out = comm.broadcast(given, **options)
+    else:
+        out = getattr(comm, case.collective)(given, out=out, **options)
+    if comm.backend in ON_GPU:
+        comm.barrier()  # of ranks that share a GPU the last to call launches, perhaps after this one
+    return out
 
 
-def _digest(array: Any) -> str:
-    if array is None:
-        return ""
-    if isinstance(array, DeviceArray):
-        import cupy
+def _values(array: Any) -> Any:
+    """An array in the CPU's memory."""
+    if not isinstance(array, DeviceArray):
+        return array
+    import cupy
 
-        memory = cupy.asarray(array.view(np.uint8)) if array.size else cupy.empty(0, np.uint8)
-        return hashlib.sha256(cupy.asnumpy(memory).tobytes()).hexdigest()
-    return hashlib.sha256(array.tobytes()).hexdigest()
+    memory = cupy.asarray(array.view(np.uint8)) if array.size else cupy.empty(0, np.uint8)
+    return cupy.asnumpy(memory).view(array.dtype).reshape(array.shape)
 
 
 def _on_gpu(comm: Communicator) -> Callable[[Any, bool], DeviceArray]:
@@ -173,14 +201,71 @@ def _on_gpu(comm: Communicator) -> Callable[[Any, bool], DeviceArray]:
     return place
 
 
-def compare(backend: str, ranks: int, given: Sequence[Case]) -> Row:
-    """Cases on a backend against the CPU's bytes."""
+def compare(backend: str, ranks: int, given: Sequence[Case], together: bool = False) -> Row:
+    """Cases on a backend against the CPU's bytes; `together`: by ranks of one process."""
     begun = time.monotonic()
-    got = collectives.spawn(results, ranks, (given,), backend=backend)
-    wanted = collectives.spawn(results, ranks, (given,), backend="shm")
+
+    def run(some: Sequence[Case], *digests: bool) -> list[list[Any]]:
+        if together:
+            return in_one_process(ranks, some, *digests)
+        return _spawn(results, ranks, (some, *digests), backend)
+
+    got = run(given)
+    wanted = _spawn(results, ranks, (given,), "shm")
     wrong = [case for case, *both in zip(given, zip(*got), zip(*wanted)) if both[0] != both[1]]
-    note = f"first wrong: {wrong[0]}" if wrong else ""
-    return Row(f"programs, {backend}", ranks, len(given), len(wrong), time.monotonic() - begun, note)
+    row = Row(f"programs, {backend}{', one process' if together else ''}", ranks, len(given), len(wrong), 0.0)
+    if wrong:
+        row.note = f"first wrong: {wrong[0]}"
+        some = wrong[:FAMOUS]
+        both = zip(some, zip(*run(some, False)), zip(*_spawn(results, ranks, (some, False), "shm")))
+        told = [f"{case}:\n  {difference(mine, theirs)}" for case, mine, theirs in both]
+        row.details = "\n".join(["run again,", *told, "all that were wrong:", *map(str, wrong)])
+    row.seconds = time.monotonic() - begun
+    return row
+
+
+def difference(got: Sequence[Any], wanted: Sequence[Any]) -> str:
+    """Where the ranks' results differ from the CPU's, byte for byte."""
+    found = []
+    for rank, (mine, theirs) in enumerate(zip(got, wanted)):
+        if mine is None or theirs is None or mine.tobytes() == theirs.tobytes():
+            continue
+        flat = [array.reshape(-1).view(np.uint8).reshape(array.size, -1) for array in (mine, theirs)]
+        places = np.flatnonzero((flat[0] != flat[1]).any(1))
+        first = int(places[0])
+        values = (array.reshape(-1)[first] for array in (mine, theirs))
+        texts = " and the CPU's ".join(f"{value} (0x{value.tobytes()[::-1].hex()})" for value in values)
+        found.append(f"rank {rank}: {len(places)} of {mine.size} elements differ, the first at {first}: it is {texts}")
+    return "\n  ".join(found) or "right this time"
+
+
+def kernels(capability: tuple[int, int]) -> list[Callable[[], object]]:
+    """What loads each kernel that programs need, the GPU's and the CPU's, or compiles it."""
+    found: list[Callable[[], object]] = []
+    for dtype in DTYPES:
+        for op in dtype.operations():
+            found.append(partial(cubin.load, "execute", dtype.name, op, capability))
+            found.append(partial(native.load, f"reduce-{dtype.name}-{op}"))
+            if dtype.itemsize <= lowlatency.DATA_BYTES:
+                found.append(partial(cubin.load, "small", dtype.name, op, capability))
+    return found
+
+
+def build(comm: Communicator, capability: tuple[int, int]) -> None:
+    """Compile this rank's share of all kernels."""
+    for load in kernels(capability)[comm.rank :: comm.size]:
+        load()
+
+
+def building() -> list[Row]:
+    """Every kernel that the checks need, compiled by as many processes as there are cores: checks then find it."""
+    from kernels.driver import Driver
+
+    begun, capability = time.monotonic(), Driver(0).capability
+    processes = min(32, len(os.sched_getaffinity(0)))
+    collectives.spawn(build, processes, (capability,), backend="shm")
+    note = f"compiled for sm_{capability[0]}{capability[1]}, by {processes} processes"
+    return [Row("kernels", 1, len(kernels(capability)), 0, time.monotonic() - begun, note)]
 
 
 def replays(comm: Communicator) -> int:
@@ -220,7 +305,7 @@ def emulated(ranks: int) -> list[Row]:
     small one takes as a node of a replayed graph. An emulation of as many GPUs, whose memory is all equally near."""
     import cupy
 
-    comms = collectives.init_all([0] * ranks)
+    comms = collectives.init_all([0] * ranks, timeout=TIMEOUT)
     stream = cupy.cuda.Stream(non_blocking=True)
     rows = []
     with ThreadPoolExecutor(ranks) as threads, stream:
@@ -316,7 +401,7 @@ def training(together: bool = True, batch: int = 512, steps: int = 20) -> list[R
     begun, wanted = time.monotonic(), train("cpu")
     rows = []
     for ranks in (1, 2) if together else (1,):
-        got = train("cuda") if ranks == 1 else collectives.spawn(train_together, ranks, backend="cuda")[0]
+        got = train("cuda") if ranks == 1 else _spawn(train_together, ranks)[0]
         furthest = max(abs(a - b) / abs(b) for a, b in zip(got, wanted))
         note = f"losses within {furthest:.1e} of the CPU's (at most {CLOSE:g})"
         rows.append(Row("training", ranks, len(got), int(not furthest <= CLOSE), time.monotonic() - begun, note))
@@ -371,80 +456,163 @@ def enqueueing(comm: Communicator) -> float:
     return (time.perf_counter() - begun) / ENQUEUED
 
 
+def paces(comm: Communicator) -> list[float]:
+    """Seconds of an all-reduce of SIZES bytes of symmetric memory, on the GPU."""
+    found = []
+    for nbytes in SIZES:
+        x = comm.zeros(nbytes // 4, np.float32)
+        comm.all_reduce(x, out=x)
+        found.append(seconds(partial(comm.all_reduce, x, out=x), comm.barrier))
+    return found
+
+
+def racing(ranks: int) -> list[Row]:
+    """Our all-reduces and NCCL's, on a GPU for each rank."""
+    begun = time.monotonic()
+    ours, theirs = ([max(each) for each in zip(*_spawn(paces, ranks, (), backend))] for backend in ("cuda", "nccl"))
+    notes = []
+    for nbytes, mine, nccl in zip(SIZES, ours, theirs):
+        rates = [2 * (ranks - 1) / ranks * nbytes / each / 1e9 for each in (mine, nccl)]
+        notes.append(
+            f"{nbytes >> 10} KB {1e6 * mine:.1f} us ({rates[0]:.0f} GB/s), NCCL {1e6 * nccl:.1f} ({rates[1]:.0f})"
+        )
+    return [Row("all-reduce, NCCL's", ranks, len(SIZES), 0, time.monotonic() - begun, "; ".join(notes))]
+
+
 def comparing(ranks: int) -> Row:
     """What it costs that NCCL's ranks compare their calls."""
     begun, seconds = time.monotonic(), []
     for checks in ("1", "0"):
         os.environ["MGPU_NCCL_CHECK"] = checks
-        seconds.append(max(collectives.spawn(enqueueing, ranks, backend="nccl")))
+        seconds.append(max(_spawn(enqueueing, ranks, (), "nccl")))
     del os.environ["MGPU_NCCL_CHECK"]
     with_, without = (1e6 * each for each in seconds)
     note = f"{with_:.1f} us of the host for a call, {without:.1f} us with MGPU_NCCL_CHECK=0"
     return Row("cost of comparing", ranks, 1, 0, time.monotonic() - begun, note)
 
 
+def sanitizer() -> str | None:
+    """Where compute-sanitizer is: on the path, with CUDA 13's packages, or in a toolkit that is installed."""
+    found = shutil.which("compute-sanitizer")
+    if found is None:
+        from cuda.pathfinder import find_nvidia_binary_utility
+
+        found = find_nvidia_binary_utility("compute-sanitizer")
+    usual = "/usr/local/cuda/bin/compute-sanitizer"
+    return found or (usual if os.access(usual, os.X_OK) else None)
+
+
 def sanitize(tool: str) -> Row:
-    """The programs once more, under a tool of compute-sanitizer."""
-    begun, program = time.monotonic(), shutil.which("compute-sanitizer")
+    """The programs once more, by two processes, under a tool of compute-sanitizer. Only kernels' accesses are looked
+    at: what the driver refuses is an exception anyway."""
+    begun, program = time.monotonic(), sanitizer()
     if program is None:
-        return Row(tool, 2, 0, -1, 0.0, "compute-sanitizer is not installed")
-    command = [program, "--tool", tool, "--target-processes", "all", "--error-exitcode", "9"]
+        where = "CUDA's toolkit has it, and the package nvidia-cuda-sanitizer-api"
+        return Row(tool, 2, 0, -1, 0.0, f"compute-sanitizer is not installed; {where}")
+    command = [program, "--tool", tool, "--target-processes", "all", "--report-api-errors", "no"]
     done = subprocess.run(
-        [*command, sys.executable, "-m", "bench.gpu_check", "--ranks", "2", "--programs-only"],
-        capture_output=True,
+        [
+            *command,
+            "--error-exitcode",
+            "9",
+            sys.executable,
+            "-m",
+            "bench.gpu_check",
+            "--check",
+            "processes",
+            "2",
+            os.devnull,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
-    note = done.stdout.strip().splitlines()[-1] if done.returncode and done.stdout.strip() else ""
-    return Row(tool, 2, 1, int(done.returncode != 0), time.monotonic() - begun, note)
+    lines = done.stdout.splitlines()
+    told = [line for line in lines if re.search(r"Invalid|hazard|Error", line)] or lines
+    note = f"exit code {done.returncode}: {told[0][:200] if told else 'it said nothing'}" if done.returncode else ""
+    return Row(
+        tool, 2, 1, int(done.returncode != 0), time.monotonic() - begun, note, "\n".join(lines[:200]) if note else ""
+    )
 
 
-def check(backend: str, ranks: Sequence[int], minutes: float, programs_only: bool) -> list[Row]:
-    """All checks that this backend allows, within the time; the rest say why they were left out."""
-    deadline, rows = time.monotonic() + 60 * minutes, []
+def replayed(ranks: int) -> list[Row]:
+    """`replays`, by processes."""
+    begun = time.monotonic()
+    wrong = max(_spawn(replays, ranks))
+    return [Row("graph replay", ranks, 2 * REPLAYS, wrong, time.monotonic() - begun)]
 
-    def attempt(name: str, size: int, make: Callable[[], list[Row]]) -> None:
-        if time.monotonic() > deadline:
-            rows.append(Row(name, size, 0, -1, 0.0, f"no time left of {minutes:g} minutes"))
-            return
+
+def timed(ranks: int) -> list[Row]:
+    """`timings`, or where there are too few GPUs `emulated`."""
+    from kernels.driver import devices
+
+    if devices() < ranks:
+        return emulated(ranks)
+    begun = time.monotonic()
+    copy, reduce = _spawn(timings, ranks)[0]
+    note = f"copy {copy / 1e9:.0f} GB/s, two-shot {reduce / 1e9:.0f} GB/s: {reduce / copy:.0%}"
+    return [Row("timings, 256 MiB", ranks, 1, 0, time.monotonic() - begun, note)]
+
+
+def programs(ranks: int) -> list[Row]:
+    """Every program, dtype and operation."""
+    from kernels.driver import devices
+
+    return [compare("cuda", ranks, cases(True), together=devices() < ranks)]
+
+
+def one_by_one(ranks: int) -> list[Row]:
+    """Every program once, by processes."""
+    return [compare("cuda", ranks, cases(False))]
+
+
+def over_nccl(ranks: int) -> list[Row]:
+    """Every call of NCCL's, and what it costs that ranks compare them."""
+    os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    return [compare("nccl", ranks, cases_for_nccl()), comparing(ranks)]
+
+
+CHECKS: dict[str, Callable[[int], list[Row]]] = {
+    "kernels": lambda ranks: building(),
+    "programs": programs,
+    "processes": one_by_one,
+    "graph replay": replayed,
+    "timings": timed,
+    "buckets": lambda ranks: packing(),
+    "training": lambda ranks: training(),
+    "nccl": over_nccl,
+    "all-reduce, NCCL's": racing,
+    "memcheck": lambda ranks: [sanitize("memcheck")],
+    "racecheck": lambda ranks: [sanitize("racecheck")],
+}
+
+
+def planned(ranks: Sequence[int], gpus: int) -> list[tuple[str, int]]:
+    """The checks and their ranks, in their order: what others need comes first, and what takes long last."""
+    few = min(ranks)
+    found = [("kernels", 1), ("processes", few)]
+    found += [("programs", size) for size in ranks]
+    found += [("processes", size) for size in ranks if few < size and gpus < size]
+    found += [("graph replay", few), *(("timings", size) for size in ranks), ("buckets", 1), ("training", 1)]
+    if find_spec("nccl") is not None:
+        found += [("nccl", few), *(("all-reduce, NCCL's", size) for size in ranks if size <= gpus)]
+    return [*found, ("memcheck", 2), ("racecheck", 2)]
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    packages = {name: each.version for each in distributions() if (name := each.name.lower()).startswith(_PACKAGES)}
+    said = {}
+    for words in ("-L", "topo -m", "--query-gpu=driver_version,compute_mode,mig.mode.current --format=csv"):
         try:
-            rows.extend(make())
-        except Exception as error:
-            rows.append(Row(name, size, 1, 1, 0.0, f"{type(error).__name__}: {error}"))
+            done = subprocess.run(["nvidia-smi", *words.split()], capture_output=True, text=True, timeout=20)
+            said[f"nvidia-smi {words}"] = done.stdout
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said[f"nvidia-smi {words}"] = str(error)
+    return {"python": sys.version, "system": platform.platform(), "cores": os.cpu_count(), "packages": packages, **said}
 
-    def alone(make: Callable[[], Row]) -> Callable[[], list[Row]]:
-        return lambda: [make()]
 
-    def replayed(size: int) -> list[Row]:
-        begun = time.monotonic()
-        wrong = max(collectives.spawn(replays, size, backend="cuda"))
-        return [Row("graph replay", size, 2 * REPLAYS, wrong, time.monotonic() - begun)]
-
-    def timed(size: int) -> list[Row]:
-        from kernels.driver import devices
-
-        if devices() < size:
-            return emulated(size)
-        begun = time.monotonic()
-        copy, reduce = collectives.spawn(timings, size, backend="cuda")[0]
-        note = f"copy {copy / 1e9:.0f} GB/s, two-shot {reduce / 1e9:.0f} GB/s: {reduce / copy:.0%}"
-        return [Row("timings, 256 MiB", size, 1, 0, time.monotonic() - begun, note)]
-
-    given = cases(backend == "cuda" and not programs_only)
-    for size in ranks:
-        attempt("programs", size, alone(partial(compare, backend, size, given)))
-    if backend == "cuda" and not programs_only:
-        attempt("graph replay", 2, lambda: replayed(2))
-        for size in ranks:
-            attempt("timings", size, partial(timed, size))
-        attempt("buckets", 1, packing)
-        attempt("training", 1, training)
-        if find_spec("nccl") is not None:
-            os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-            attempt("programs, nccl", ranks[0], alone(lambda: compare("nccl", ranks[0], cases_for_nccl())))
-            attempt("cost of comparing", ranks[0], alone(partial(comparing, ranks[0])))
-        for tool in ("memcheck", "racecheck"):
-            attempt(tool, 2, alone(partial(sanitize, tool)))
-    return rows
+_PACKAGES = ("nvidia", "cuda", "cupy", "nccl", "numba", "numpy", "ml-dtypes", "ml_dtypes", "mgpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -452,38 +620,61 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gpu-check", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sim", action="store_true", help="in CUDA's simulator")
     parser.add_argument("--ranks", type=int, nargs="+", help="how many ranks (default 2 4 8; with --sim 2)")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no check after so long")
-    parser.add_argument("--programs-only", action="store_true", help="every program once, and nothing else")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="begin no check after so long, and end the last then"
+    )
+    parser.add_argument("--check", nargs=3, metavar=("NAME", "RANKS", "FILE"), help="this one alone, in this process")
     parser.add_argument("--json", metavar="FILE", help="where the rows go as JSON")
     options = parser.parse_args(argv)
+    if options.check:
+        name, size, path = options.check
+        rows = apart.attempt(name, int(size), lambda: CHECKS[name](int(size)))
+        apart.write(rows, path)
+        return int(any(row.wrong > 0 for row in rows))
     if not options.sim and (missing := _missing()):
         print(f"gpu-check: {missing}; nothing was checked")
         return 2
-    ranks = options.ranks or ([2] if options.sim else [2, 4, 8])
-    rows = check("sim" if options.sim else "cuda", ranks, options.minutes, options.programs_only)
-    lines = [
-        [
-            row.check,
-            str(row.ranks),
-            str(row.cases),
-            "-" if row.wrong < 0 else str(row.wrong),
-            f"{row.seconds:.1f}",
-            row.note,
-        ]
-        for row in rows
-    ]
-    for line in [["check", "ranks", "cases", "wrong", "seconds", "note"], *lines]:
-        print(table_line(line))
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump([asdict(row) for row in rows], file, indent=1)
+    ranks = sorted(set(options.ranks or ([2] if options.sim else [2, 4, 8])))
+    print(table_line(["check", "ranks", "cases", "wrong", "seconds", "note"]))
+    if options.sim:
+        return _verdict((partial(_simulated, size) for size in ranks), {}, options.json)
+    from kernels.driver import devices
+
+    begun = time.monotonic()
+
+    def run(name: str, size: int) -> list[Row]:
+        left = 60 * options.minutes - (time.monotonic() - begun)
+        if left <= 0:
+            return [Row(name, size, 0, -1, 0.0, f"no time left of {options.minutes:g} minutes")]
+        command = [sys.executable, "-m", "bench.gpu_check", "--check", name, str(size)]
+        return apart.run(name, size, command, min(LIMITS.get(name, LIMIT), max(left, 10.0)))
+
+    return _verdict((partial(run, *each) for each in planned(ranks, devices())), machine(), options.json)
+
+
+def _simulated(size: int) -> list[Row]:
+    return apart.attempt("programs", size, lambda: [compare("sim", size, cases(False))])
+
+
+def _verdict(checks: Iterable[Callable[[], list[Row]]], where: Any, path: str | None) -> int:
+    """Make all checks, tell of each as it is there, and keep what is known of them in the file."""
+    rows: list[Row] = []
+    for make in checks:
+        for row in make():
+            rows.append(row)
+            wrong = "-" if row.wrong < 0 else str(row.wrong)
+            cells = [row.check, str(row.ranks), str(row.cases), wrong, f"{row.seconds:.1f}", row.note]
+            print(table_line(cells), flush=True)
+        if path:
+            with open(path, "w") as file:
+                json.dump({"machine": where, "rows": [asdict(row) for row in rows]}, file, indent=1)
     return int(any(row.wrong > 0 for row in rows))
 
 
 def table_line(cells: Sequence[str]) -> str:
     """One line: words to the left, numbers to the right."""
     check, ranks, number, wrong, seconds, note = cells
-    return f"{check:<18}{ranks:>6}{number:>7}{wrong:>7}{seconds:>9}  {note}".rstrip()
+    return f"{check:<28}{ranks:>6}{number:>7}{wrong:>7}{seconds:>9}  {note}".rstrip()
 
 
 def _missing() -> str:

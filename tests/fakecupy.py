@@ -6,7 +6,7 @@
 
 An array is no numpy.ndarray, converts to none by itself, and computes with no NumPy array: TypeError, where CuPy raises
 one too, and in a few places where CuPy would convert. Functions are NumPy's, by the names in NAMES alone, all of which
-CuPy 13.4 and 14.2 have. Kernels of `kernels.optimizers` run on the CPU; streams do nothing, and note what was asked.
+CuPy 14.2 has. Kernels of `kernels.optimizers` run on the CPU; streams do nothing, and note what was asked.
 Beside a `fakegpu` communicator, `settle` says how to wait for what that has put into the current stream.
 """
 

@@ -181,7 +181,9 @@ class OnDevice(Backend):
             if not captured and self._last_stream not in (None, stream):
                 driver.wait(stream, self._last)
 
-            def launched() -> None:
+            def launched(keep: object = (source, target)) -> None:
+                # Who waits for others that share its GPU keeps its arrays until then: only what is in a stream is safe
+                # in the hands of an allocator that knows streams.
                 if not captured:
                     driver.record(self._last, stream)
                     self._last_stream = stream

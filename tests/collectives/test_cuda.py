@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -184,6 +185,20 @@ def test_ranks_of_one_process_are_driven_by_one_thread(shared: bool, monkeypatch
             assert set(driver.values(x)) == {3.0 * 2**power}
     grids = [entry[1] for entry in one.log if entry[0] == "launch"]
     assert grids == [(1, 2)] * 3 if shared else grids == [(2, 1)] * 3, "ranks on one GPU are one launch"
+
+    # Memory is kept until it is in a stream: an allocator that knows streams may then give it to somebody else.
+    class Owner:
+        pass
+
+    owner, (first, second) = Owner(), (driver.array(np.ones(5000, np.float32), stream=3) for driver in drivers)
+    lent, kept = DeviceArray(first.address, first.shape, first.dtype, 3, owner), weakref.ref(owner)
+    comms[0].all_reduce(lent, out=lent)
+    del lent, owner
+    gc.collect()
+    assert (kept() is not None) == shared
+    comms[1].all_reduce(second, out=second)
+    gc.collect()
+    assert kept() is None and set(drivers[1].values(second)) == {2.0}
 
     def on_the_host(comm: Communicator) -> list[int]:
         with comm.split(0) as half:
