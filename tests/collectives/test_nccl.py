@@ -7,6 +7,9 @@ import ast
 import inspect
 import os
 import re
+import shutil
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -439,3 +442,46 @@ def test_nccl_refuses_arguments_with_an_error_that_is_understood() -> None:
             act()
         assert caught.value.status == 4 and "invalid argument" in real.get_error_string(caught.value.status)
     assert "comm" in real.get_last_error(nobody)
+
+
+NOT_BLOCKING = """
+import ctypes, gc, sys
+ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+from nccl.bindings import nccl
+
+def settle(comm):
+    while nccl.comm_get_async_error(comm) == 7:
+        gc.collect()
+
+assert nccl.get_library_path() == sys.argv[1]
+config = nccl.Config()
+config.blocking = 0
+unique = nccl.UniqueId.from_buffer(bytes(nccl.get_unique_id()))
+comm = nccl.comm_init_rank_config(2, unique, 0, config.ptr)
+settle(comm)
+child, window = nccl.comm_split(comm, 0, 0, 0), nccl.comm_window_register(comm, 4096, 4096, 1)
+assert not child and not window, "they come later"
+settle(comm)
+assert child and window and child.handle != window.handle
+nobody = nccl.comm_split(comm, -1, 0, 0)
+settle(comm)
+assert not nobody
+nccl.all_reduce(0, 0, 1, 7, 0, comm, 0)
+try:
+    nccl.all_reduce(0, 0, 99, 7, 0, comm, 0)
+except nccl.NCCLError as error:
+    print(int(error.status), nccl.get_error_string(error.status), nccl.get_last_error(comm))
+"""
+
+
+def test_what_is_in_progress_is_no_error_and_its_results_come_later(tmp_path: Path) -> None:
+    """Of nccl4py itself, over a library in C: NCCL writes a child and a window when they are there."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler is installed")
+    library = str(tmp_path / "libnccl.so.2")
+    stub = str(Path(__file__).with_name("nccl_stub.c"))
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", library, stub], check=True)
+    done = subprocess.run([sys.executable, "-c", NOT_BLOCKING, library], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "6 the peer is gone last words\n"
