@@ -153,7 +153,8 @@ def strategy(
             that each layer takes for them.
         recomputed: modules of which backward keeps the inputs only, and runs them again.
     """
-    device.select(options.device, 0 if comm is None else comm.rank)
+    if comm is None:  # else `collectives.init` has made a GPU this thread's
+        device.select(options.device)
     network.to(options.device)
     made = _strategy(comm, options, network, optimizer, sample, say, recomputed)
     made.precision = Precision(options.precision)
