@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collectives import programs
+from collectives.backends.agreement import raise_problems
 from collectives.backends.device import LOOK, OFFSET_BITS, Block, OnDevice
 from collectives.backends.shm import Shm
 from collectives.call import ORDINARY, Call, describe, disagreement
@@ -246,7 +247,10 @@ class Cuda(OnDevice):
             offset = 0
         mine = json.dumps([handle.hex(), own, offset, problem]).encode()
         answers = [json.loads(answer) for answer in self.control.gather_bytes(mine)]
-        _raise_problems(MemoryError, [text for *_, text in answers], lambda: driver.free(own) if own else None)
+        problems = [text for *_, text in answers]
+        if any(problems) and own:
+            driver.free(own)
+        raise_problems(MemoryError, problems)
         addresses: list[int] = []
         attached: list[int] = []
         for rank, (text, address, offset, _) in enumerate(answers):
@@ -262,7 +266,9 @@ class Cuda(OnDevice):
             addresses.append(address)
         block = Block(addresses, nbytes, attached)
         problems = [answer.decode() for answer in self.control.gather_bytes(problem.encode())]
-        _raise_problems(PermissionError, problems, lambda: self._give_back(block, own))
+        if any(problems):
+            self._give_back(block, own)
+        raise_problems(PermissionError, problems)
         return block
 
     def _give_back(self, block: Block, own: int) -> None:
@@ -588,9 +594,3 @@ class Cuda(OnDevice):
 
     def _end(self) -> None:
         _still_in_use.extend(self._registered)
-
-
-def _raise_problems(kind: type[Exception], problems: Sequence[str], undo: Callable[[], object]) -> None:
-    if any(problems):
-        undo()
-        raise kind("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))

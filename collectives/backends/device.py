@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from collectives import arrays, device_arrays
+from collectives.backends.agreement import agree, check_sizes
 from collectives.backends.base import Backend, Failing, Pending
 from collectives.book import Calls
 from collectives.call import ORDINARY, Call, describe
 from collectives.device_arrays import DeviceArray
-from collectives.errors import CollectiveError, CollectiveMismatchError, PeerLostError
+from collectives.errors import CollectiveError, PeerLostError
 from collectives.ledger import Ledger
 from collectives.region import CLOSED, Region
 from collectives.watch import Watch
@@ -250,12 +251,8 @@ class OnDevice(Backend):
     def allocate(self, nbytes: int) -> DeviceArray:
         self._finish()  # the driver may wait for kernels, which may wait for peers
         pending = sorted(self._dropped.copy())
-        answers = self.control.agree("empty", [nbytes, pending])
-        if len({size for size, _ in answers}) > 1:
-            sizes = ", ".join(f"rank {rank} {size:,}" for rank, (size, _) in enumerate(answers))
-            error = CollectiveMismatchError(f"the ranks allocate different numbers of bytes: {sizes}")
-            self.fail(error)
-            raise error
+        answers = agree(self.control, "empty", [nbytes, pending])
+        check_sizes(self, [size for size, _ in answers])
         with self.driver:
             for number in sorted(set.intersection(*(set(theirs) for _, theirs in answers))):
                 block = self._blocks.pop(number)

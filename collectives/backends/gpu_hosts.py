@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from collectives.backends.agreement import together
 from collectives.backends.cuda import Cuda
 from collectives.backends.device import Block, OnDevice
 from collectives.backends.inside import inside
@@ -102,16 +103,11 @@ class GpuHosts(Nccl):
     # Memory, which GPUs of one host share
 
     def _share(self, nbytes: int) -> Block:
-        with inside(self.neighbours, self._hostname):
-            memory: DeviceArray | None = None
-            problem = ""
-            try:
-                memory = self.local.allocate(nbytes)
-            except MemoryError as error:
-                problem = str(error)
-        problems = [answer.decode() for answer in self.control.gather_bytes(problem.encode())]
-        if memory is None or any(problems):
-            raise MemoryError("; ".join(f"{self._name(rank)}: {text}" for rank, text in enumerate(problems) if text))
+        def allocate() -> DeviceArray:
+            with inside(self.neighbours, self._hostname):
+                return self.local.allocate(nbytes)
+
+        memory = together(self.control, allocate, name=self._name)
         addresses = [0] * self.size
         for number, rank in enumerate(self.neighbours):
             addresses[rank] = self.local.seen_at(memory, number)

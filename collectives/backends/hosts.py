@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from collectives import wire
 from collectives.arrays import Array
+from collectives.backends.agreement import together
 from collectives.backends.base import Backend
 from collectives.backends.inside import inside
 from collectives.backends.mpi import IN_PLACE, SMALL, Mpi, as_bytes, plain, vector
@@ -159,7 +160,7 @@ class Hosts(Mpi):
 
     def found(self, color: int | None, family: list[int]) -> Backend | None:
         key = family.index(self.rank)
-        local = self.together(lambda: self.local.split(color, key))
+        local = together(self, lambda: self.local.split(color, key))
         scattered = color is not None and len({self.peers.identities[rank].host for rank in family}) > 1
         pair = self.split_comms(family if scattered else [])
         if local is None or not scattered:

@@ -8,38 +8,35 @@ all contributions, then the parts are gathered.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from collectives import wire
 from collectives.arrays import Array, address
+from collectives.backends import agreement
 from collectives.backends.apart import Apart
 from collectives.backends.base import Backend, Failing, Pending
 from collectives.backends.in_turn import InTurn
-from collectives.call import INTERNAL, Call, describe, disagreement, make_call
+from collectives.call import Call, describe, disagreement
 from collectives.contract import split
 from collectives.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 from collectives.mail import Mail
 from collectives.wire import Identity, Peers, Word
 from kernels import native
-from kernels.dtypes import find
 from kernels.executor import SIGNATURE_WORDS
 
 FRAME = 512  # bytes of a descriptor with a small call's data
 SMALL = FRAME - 8 * SIGNATURE_WORDS
-_BYTE = find("uint8")
 _EAGER, _NAP = 0.002, 0.001  # seconds for which a wait only yields the core, and its longest sleep after that
 _LOOK = 0.05  # seconds between two looks at what may be wrong
 _ROLL_CALL = 2.0  # seconds that ranks have to say where they are when one's deadline has passed
 _AT_ONCE = 32  # sources that one reduction takes
 _LAST_WORDS = 2048  # characters of why a rank failed
-_Made = TypeVar("_Made")
 _ERRORS = (CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError)
 
 
@@ -338,13 +335,8 @@ class Mpi(Apart):
     # Memory: between hosts there is none in common
 
     def allocate(self, nbytes: int) -> Array:
-        sizes = [int(answer) for answer in self.gather_bytes(str(nbytes).encode())]
-        if len(set(sizes)) > 1:
-            told = ", ".join(f"rank {rank} {size:,}" for rank, size in enumerate(sizes))
-            error = CollectiveMismatchError(f"the ranks allocate different numbers of bytes: {told}")
-            self.fail(error)
-            raise error
-        return self.together(lambda: self.make_memory(nbytes))
+        agreement.check_sizes(self, agreement.agree(self, "empty", nbytes))
+        return agreement.together(self, lambda: self.make_memory(nbytes))
 
     def make_memory(self, nbytes: int) -> Array:
         """Memory that all ranks make together, of which each has its own."""
@@ -366,28 +358,10 @@ class Mpi(Apart):
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank."""
-        lengths = np.zeros(self.size, np.int64)
-        self.run(make_call("all_gather", find("int64"), 1, scale=INTERNAL), np.array([len(payload)]), lengths)
-        room = int(lengths.max())
-        padded = np.frombuffer(payload.ljust(room, b"\0"), np.uint8)
-        gathered = np.empty((self.size, room), np.uint8)
-        self.run(make_call("all_gather", _BYTE, room, scale=INTERNAL), padded, gathered)
-        return [row[:length].tobytes() for row, length in zip(gathered, lengths.tolist(), strict=True)]
-
-    def together(self, make: Callable[[], _Made]) -> _Made:
-        """What `make` makes, on every rank; MemoryError on every rank if one has no room."""
-        made, problem = None, ""
-        try:
-            made = make()
-        except MemoryError as error:
-            problem = str(error) or "there is too little memory"
-        problems = [answer.decode() for answer in self.gather_bytes(problem.encode())]
-        if any(problems):
-            raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
-        return cast(_Made, made)
+        return agreement.gather_bytes(self, payload)
 
     def split(self, color: int | None, key: int) -> Backend | None:
-        answers = [json.loads(answer) for answer in self.gather_bytes(json.dumps([color, key]).encode())]
+        answers = agreement.agree(self, "split", [color, key])
         family = sorted(
             (rank for rank in range(self.size) if answers[rank][0] == color), key=lambda rank: (answers[rank][1], rank)
         )

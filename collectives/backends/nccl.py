@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from collectives.backends.agreement import together
 from collectives.backends.device import LOOK, Block, OnDevice
 from collectives.backends.shm import Shm
 from collectives.backends.tcp import Tcp
@@ -351,17 +352,16 @@ class Nccl(OnDevice):
 
     def _share(self, nbytes: int) -> Block:
         """Memory of NCCL's own, registered with it: what lies there is moved without a copy between."""
-        nccl, own, problem, room = self._nccl, 0, "", -(-max(nbytes, 1) // PAGE) * PAGE
-        try:
-            own = nccl.mem_alloc(room)
-            self.driver.clear(own, room)
-        except nccl.NCCLError as error:
-            problem = f"NCCL gives no {room:,} bytes: {error}"
-        problems = [answer.decode() for answer in self.control.gather_bytes(problem.encode())]
-        if any(problems):
-            if own:
-                nccl.mem_free(own)
-            raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+        nccl, room = self._nccl, -(-max(nbytes, 1) // PAGE) * PAGE
+
+        def allocate() -> int:
+            try:
+                return int(nccl.mem_alloc(room))
+            except nccl.NCCLError as error:
+                raise MemoryError(f"NCCL gives no {room:,} bytes: {error}") from error
+
+        own = together(self.control, allocate, nccl.mem_free)
+        self.driver.clear(own, room)
         with self._failing:
             with self._calling("empty"):
                 window = nccl.comm_window_register(self._comm, own, room, _COLL_SYMMETRIC)

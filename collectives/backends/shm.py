@@ -8,7 +8,6 @@ waited for a while, `_attend` looks at what may be wrong.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import time
 import weakref
@@ -21,8 +20,9 @@ from numpy.lib.array_utils import byte_bounds
 
 from collectives import programs, recorder
 from collectives.arrays import Array, address
+from collectives.backends import agreement
 from collectives.backends.base import Backend, Failing, MessageWay, Pending, Ready
-from collectives.call import INTERNAL, ORDINARY, Call, describe, disagreement, make_call, name_ranks, padded
+from collectives.call import ORDINARY, Call, describe, disagreement, name_ranks
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
 from collectives.host import ARENAS, Birth, Host
@@ -37,7 +37,6 @@ from collectives.stream import Streams
 from collectives.survivors import regroup, rejoin
 from collectives.watch import Watch
 from kernels import native
-from kernels.dtypes import find
 from kernels.executor import DIFFERENT, DONE, LINK_STOPPED, SIGNATURE_WORDS
 from kernels.messages import EAGER_BYTES
 
@@ -45,7 +44,6 @@ from kernels.messages import EAGER_BYTES
 # have a core to itself, and where some share one.
 ALONE, CROWDED = (300, 50), (20, 50)
 JOBS = 4096  # kinds of calls whose jobs are kept; the oldest give way
-_BYTE = find("uint8")
 _NAP, _NAPS = 0.0005, 100  # seconds between two looks at a peer's word, and the looks between two at its health
 _IN_COLLECTIVE = Waiting(Doing.COLLECTIVE)
 _NOWHERE = 0  # for an array that a rank does not have: nobody touches it, and nobody could
@@ -325,29 +323,26 @@ class Shm(Backend):
     # Memory
 
     def allocate(self, nbytes: int) -> Array:
-        answers = self.agree("empty", [nbytes, self._heap.pending()])
-        if len({size for size, _ in answers}) > 1:
-            sizes = ", ".join(f"rank {rank} {size:,}" for rank, (size, _) in enumerate(answers))
-            self._refuse(CollectiveMismatchError(f"the ranks allocate different numbers of bytes: {sizes}"))
+        answers = agreement.agree(self, "empty", [nbytes, self._heap.pending()])
+        agreement.check_sizes(self, [size for size, _ in answers])
         self._heap.settle(set.intersection(*(set(pending) for _, pending in answers)))
-        offset, problem = None, ""
-        try:
-            offset = self._heap.allocate(nbytes)
-            self.host.own.commit(offset, nbytes)
-            array = self.host.own.view(offset, nbytes)
-            array[:] = 0  # before any peer may write to it
-        except MemoryError as error:
-            problem = str(error)
-        problems = [answer.decode() for answer in self.gather_bytes(problem.encode())]
-        if any(problems):
-            if offset is not None:
-                self._heap.free(offset)
-            raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
-        assert offset is not None
+        offset = agreement.together(self, partial(self._take, nbytes), self._heap.free)
+        array = self.host.own.view(offset, nbytes)
         self._heap.follow(array, offset)
         for hole in self._heap.holes():
             self.host.own.release(*hole)
         return array
+
+    def _take(self, nbytes: int) -> int:
+        """Where this rank's heap has room for so many bytes; they are zero before any peer may write there."""
+        offset = self._heap.allocate(nbytes)
+        try:
+            self.host.own.commit(offset, nbytes)
+        except MemoryError:
+            self._heap.free(offset)
+            raise
+        self.host.own.view(offset, nbytes)[:] = 0
+        return offset
 
     def ledger(self) -> Ledger:
         """Where ranks compare what they put into the streams of GPUs. All ranks call it together."""
@@ -366,27 +361,13 @@ class Shm(Backend):
         data = self._segments[rank].view(offset, last - first)
         return np.ndarray(array.shape, array.dtype, data, start - first, array.strides)
 
-    def agree(self, what: str, payload: object) -> list[Any]:
-        """Every rank's payload, by rank, through JSON. Raises CollectiveMismatchError if not all are in call `what`."""
-        answers = [json.loads(answer) for answer in self.gather_bytes(json.dumps([what, payload]).encode())]
-        if len({theirs for theirs, _ in answers}) > 1:
-            calls = ", ".join(f"rank {rank} called {theirs}" for rank, (theirs, _) in enumerate(answers))
-            self._refuse(CollectiveMismatchError(f"the ranks disagree: {calls}"))
-        return [theirs for _, theirs in answers]
-
     def _refuse(self, error: CollectiveError) -> NoReturn:
         self.fail(error)
         raise error
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, by rank."""
-        lengths = np.zeros(self.size, np.int64)
-        self.run(make_call("all_gather", find("int64"), 1, scale=INTERNAL), np.array([len(payload)]), lengths)
-        room = padded(int(lengths.max()))
-        given = np.frombuffer(payload.ljust(room, b"\0"), np.uint8)
-        gathered = np.empty((self.size, room), np.uint8)
-        self.run(make_call("all_gather", _BYTE, room, scale=INTERNAL), given, gathered)
-        return [row[:length].tobytes() for row, length in zip(gathered, lengths.tolist(), strict=True)]
+        return agreement.gather_bytes(self, payload)
 
     # Messages, families, endings
 
@@ -459,28 +440,28 @@ class Shm(Backend):
 
     def split(self, color: int | None, key: int) -> Shm | None:
         mine = {"color": color, "key": key, "free": sorted(self.host.free_arenas), "vacated": self.host.vacated()}
-        answers = self.agree("split", mine)
+        answers = agreement.agree(self, "split", mine)
         free = self._settle_arenas(answers)
         self._splits += 1
         family = [rank for rank in range(self.size) if answers[rank]["color"] == color]
         family.sort(key=lambda rank: (answers[rank]["key"], rank))
-        child, problem = None, ""
-        if color is not None:
+
+        def found() -> Shm | None:
+            if color is None:
+                return None
             common = set.intersection(*(free[rank] for rank in family))
-            try:
-                if not common:
-                    raise MemoryError(f"{ARENAS} sub-communicators are alive; close those that are done with")
-                members, path = [self.members[rank] for rank in family], (*self._birth.path, self._splits)
-                child = type(self)(self.host, members, min(common), self.timeout, path)
-                self.host.free_arenas.discard(child.arena)
-            except MemoryError as error:
-                problem = str(error)
-        problems = [answer.decode() for answer in self.gather_bytes(problem.encode())]
-        if any(problems):
+            if not common:
+                raise MemoryError(f"{ARENAS} sub-communicators are alive; close those that are done with")
+            members, path = [self.members[rank] for rank in family], (*self._birth.path, self._splits)
+            child = type(self)(self.host, members, min(common), self.timeout, path)
+            self.host.free_arenas.discard(child.arena)
+            return child
+
+        def give_back(child: Shm | None) -> None:
             if child is not None:
                 self.host.free_arenas.add(child.arena)
-            raise MemoryError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
-        return child
+
+        return agreement.together(self, found, give_back)
 
     def _settle_arenas(self, answers: list[dict[str, Any]]) -> list[set[int]]:
         """Each rank's free arenas, with those of sub-communicators that all of their ranks have vacated."""

@@ -14,11 +14,11 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NoReturn
 
 import numpy as np
 
 from collectives.arrays import Array, address
+from collectives.backends.agreement import agree, check_sizes
 from collectives.backends.apart import Apart
 from collectives.backends.base import Failing, Pending
 from collectives.backends.in_turn import InTurn
@@ -180,14 +180,6 @@ class Tcp(Apart):
         self._in_turn.run(lambda: found.extend(self._gather(_BYTES, payload)))
         return found
 
-    def agree(self, what: str, payload: object) -> list[Any]:
-        """Every rank's payload, by rank, through JSON. Raises CollectiveMismatchError if not all are in call `what`."""
-        answers = [json.loads(answer) for answer in self.gather_bytes(json.dumps([what, payload]).encode())]
-        if len({theirs for theirs, _ in answers}) > 1:
-            calls = ", ".join(f"rank {rank} called {theirs}" for rank, (theirs, _) in enumerate(answers))
-            self._refuse(CollectiveMismatchError(f"the ranks disagree: {calls}"))
-        return [theirs for _, theirs in answers]
-
     def ledger(self) -> Calls:
         """Where ranks compare what they put into streams."""
         self._calls = Calls(self.host, self._id, self.members, self.rank)
@@ -260,10 +252,7 @@ class Tcp(Apart):
     # Memory: between hosts there is none in common
 
     def allocate(self, nbytes: int) -> Array:
-        sizes = self.agree("empty", nbytes)
-        if len(set(sizes)) > 1:
-            told = ", ".join(f"rank {rank} {size:,}" for rank, size in enumerate(sizes))
-            self._refuse(CollectiveMismatchError(f"the ranks allocate different numbers of bytes: {told}"))
+        check_sizes(self, agree(self, "empty", nbytes))
         return np.zeros(nbytes, np.uint8)
 
     def peer_view(self, array: Array, rank: int) -> Array:
@@ -281,7 +270,7 @@ class Tcp(Apart):
     # Families and endings
 
     def split(self, color: int | None, key: int) -> Tcp | None:
-        answers = self.agree("split", [color, key])
+        answers = agree(self, "split", [color, key])
         self._splits += 1
         family = [rank for rank in range(self.size) if answers[rank][0] == color]
         family.sort(key=lambda rank: (answers[rank][1], rank))
@@ -312,10 +301,6 @@ class Tcp(Apart):
         closed, and what a rank gave up with."""
         with Failing(self):
             self._lookout.see(self._others)
-
-    def _refuse(self, error: CollectiveError) -> NoReturn:
-        self.fail(error)
-        raise error
 
     def fail(self, error: BaseException) -> None:
         """This communicator is of no further use: remember why, and let the peers know."""

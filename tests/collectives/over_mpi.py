@@ -114,6 +114,10 @@ def mismatch(comm: Communicator) -> None:
     comm.all_reduce(np.ones(3), "max" if comm.rank == 1 else "sum")
 
 
+def mismatch_in_memory(comm: Communicator) -> None:
+    comm.split(0) if comm.rank == 1 else comm.empty(8)
+
+
 def late(comm: Communicator) -> None:
     """Rank 1 does not come to the third call."""
     comm.barrier()
@@ -186,7 +190,7 @@ def main(folder: str, hosts: str, job: str, backend: str) -> int:
     return 0
 
 
-FAILING = ("mismatch", "late", "stuck", "closed", "aborted", "killed", "wrong_algorithm")
+FAILING = ("mismatch", "mismatch_in_memory", "late", "stuck", "closed", "aborted", "killed", "wrong_algorithm")
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))

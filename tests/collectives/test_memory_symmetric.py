@@ -131,17 +131,23 @@ def test_one_rank_without_room(crew: Crews) -> None:
     assert crew(one_has_no_room, 3) == [["rank 1: out of memory, for the test", 0.0, 5.0]] * 3
 
 
-def unequal(comm: Communicator) -> str:
+def unequal(comm: Communicator, splits: bool) -> str:
     try:
-        comm.empty(10 + comm.rank)
+        comm.split(0) if splits and comm.rank else comm.empty(10 + comm.rank)
         return "no error"
     except CollectiveMismatchError as error:
         return str(error)
 
 
-def test_unequal_sizes(crew: Crews) -> None:
-    told = "the ranks allocate different numbers of bytes: rank 0 40, rank 1 44"
-    assert crew(unequal, 2) == [told] * 2
+@pytest.mark.parametrize(
+    ("splits", "told"),
+    [
+        (False, "the ranks allocate different numbers of bytes: rank 0 40, rank 1 44"),
+        (True, "the ranks disagree: rank 0 called empty, rank 1 called split"),
+    ],
+)
+def test_unequal_sizes(crew: Crews, splits: bool, told: str) -> None:
+    assert crew(unequal, 2, (splits,)) == [told] * 2
 
 
 def written_at_once(comm: Communicator) -> bool:

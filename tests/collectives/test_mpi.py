@@ -96,6 +96,7 @@ def test_the_user_s_communicator(tmp_path: Path) -> None:
     ("job", "kind", "text"),
     [
         ("mismatch", "CollectiveMismatchError", "rank 1 called all_reduce(float64, count 3, max)"),
+        ("mismatch_in_memory", "CollectiveMismatchError", "the ranks disagree: rank 0 called empty, rank 1 called"),
         ("late", "CollectiveTimeoutError", "rank 1 (on host-"),
         ("stuck", "CollectiveTimeoutError", "rank 1 (on host-b) did not arrive"),
         ("closed", "PeerLostError", "closed its communicator after call 0"),
