@@ -14,7 +14,7 @@ from expected import REDUCING, ROOTED, UNEVEN, Case, Runner
 import collectives
 from collectives import Communicator
 from collectives.builder import algorithms
-from kernels.dtypes import DTYPES, find
+from kernels.dtypes import DTYPES, DType, find
 
 COLLECTIVES = (
     "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all",
@@ -121,11 +121,11 @@ def test_megabytes(crew: Crews, size: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)  # whose functions may all have to be compiled
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_every_dtype_and_operation(crew: Crews, size: int) -> None:
+def test_every_dtype_and_operation(crew: Crews, size: int, dtype: DType) -> None:
     cases = [
         Case(collective, dtype.name, op, rows=rows, memory=memory, form=form, algorithm=algorithm)
-        for dtype in DTYPES
         for collective in COLLECTIVES
         for op in (dtype.operations() if collective in REDUCING else ("sum",))
         for algorithm in (None, *algorithms(collective))
