@@ -6,11 +6,13 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -53,6 +55,9 @@ class Crew:
         except (EOFError, ConnectionError):
             self.close()
             raise
+        except BaseException:  # pytest's timeout, Ctrl-C: the ranks go on with what nobody asks for any more
+            self._kill()
+            raise
         if troubles := [trouble for _, trouble in answers if trouble]:
             print(f"the crew of {len(answers)} ends here:", *troubles, sep="\n", file=sys.stderr)
             self.close()
@@ -65,6 +70,14 @@ class Crew:
         self._ranks.join()
         if self._error:
             raise self._error
+
+    def _kill(self) -> None:
+        for pid in self.pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(collectives.CollectiveError):  # what that ended them by
+            self.close()
+        self._error = None
 
     @property
     def works(self) -> bool:
