@@ -139,7 +139,7 @@ def test_a_rank_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def compiled() -> None:
     """All that the ranks use: who compiles makes its call, and begins to wait, only afterwards."""
-    for name in ("execute_on", native.SHORT_WAY, "submit", "serve", "complete", "settle"):
+    for name in ("execute_on", "short_way", "message_way", "advance", "submit", "serve", "complete", "settle"):
         native.load(name)
     for dtype in ("float32", "float64", "int32", "int64"):
         for op in ("sum", "max", "avg"):
