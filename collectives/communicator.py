@@ -284,8 +284,8 @@ class Communicator:
         return out
 
     def sendrecv(self, x: Any, dst: int, out: Any, src: int, *, tag: int = 0) -> Any:
-        """Send x to `dst` and receive `out` from `src` at the same time: no order of ranks can block. They may share
-        memory, at the price of a copy."""
+        """Send x to `dst` and receive `out` from `src` at the same time: no order of ranks can block. Arrays of the
+        CPU may share memory, at the price of a copy; those of a GPU may not, and raise ValueError."""
         # None is no rank, and means another call to the short way.
         if dst is None or src is None or not self._message_again(x, out, dst, src, tag):
             (source, to, number), received = self._outgoing(x, dst, tag), self._incoming(out, src, tag)

@@ -255,7 +255,7 @@ def fail(comm: Communicator, how: str) -> None:
     if how == "message":
         gpu.send(x, 1) if comm.rank == 0 else gpu.recv(y, 0)
     elif how == "late message" and comm.rank == 0:
-        gpu.sendrecv(x, 1, x, 1)
+        gpu.sendrecv(x, 1, y, 1)
     elif comm.rank == 0 or how == "mismatch":
         gpu.all_reduce(x, out=x)
     elif how == "dead":
