@@ -11,7 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from kernels import native, pack
 from kernels.dtypes import DType
 
-_COMPILERS = ("numba-cuda", "cuda-core", "cuda-bindings", "nvidia-nvjitlink-cu12", "nvidia-nvjitlink")
+_COMPILERS = (
+    "numba-cuda", "cuda-core", "cuda-bindings", "nvidia-cuda-nvcc-cu12", "nvidia-nvvm", "nvidia-nvjitlink-cu12",
+    "nvidia-nvjitlink", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc",
+)  # fmt: skip
 
 
 def load(
