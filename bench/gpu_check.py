@@ -38,6 +38,7 @@ import collectives
 from bench import apart
 from bench.apart import Row
 from collectives import Communicator
+from collectives.backends import cuda
 from collectives.backends.nccl import translate
 from collectives.builder import algorithms
 from collectives.call import make_call
@@ -57,6 +58,7 @@ ENQUEUED = 500  # calls of which the host's time is taken
 NODES = 100  # of the graph that is timed
 BIG = 256 << 20  # bytes of the timed messages
 FAMOUS = 3  # wrong cases that are told of in detail
+BLOCKS = (8, 16, 32, 64)  # of a launch, that are compared
 SIZES = (1 << 10, 1 << 20, BIG)  # bytes of the messages that NCCL is timed with, too
 LIMITS = {"kernels": 200.0, "training": 90.0}  # seconds that a check may take; the others:
 LIMIT = 120.0
@@ -300,9 +302,10 @@ def timings(comm: Communicator) -> tuple[float, float]:
     return 2 * BIG / copied, 2 * comm.size * BIG / reduced
 
 
-def emulated(ranks: int) -> list[Row]:
-    """Ranks that share one GPU, as one cooperative launch: a two-shot all-reduce against the copy limit, and how long a
-    small one takes as a node of a replayed graph. An emulation of as many GPUs, whose memory is all equally near."""
+def emulated(ranks: int, sizes: Sequence[int] = (1 << 10, 16 << 10)) -> list[Row]:
+    """Ranks that share one GPU, as one cooperative launch: a two-shot all-reduce against the copy limit, and how long
+    small ones of `sizes` bytes take as nodes of a replayed graph. An emulation of as many GPUs, whose memory is all
+    equally near."""
     import cupy
 
     comms = collectives.init_all([0] * ranks, timeout=TIMEOUT)
@@ -321,7 +324,7 @@ def emulated(ranks: int) -> list[Row]:
         reduced = 2 * ranks * BIG / seconds(lambda: reduce(large, "two_shot"))
         note = f"copy {copied / 1e9:.0f} GB/s, two-shot {reduced / 1e9:.0f} GB/s: {reduced / copied:.0%} (target 85%)"
         rows.append(Row("two-shot, one GPU", ranks, 1, 0, time.monotonic() - begun, note))
-        for nbytes in (1 << 10, 16 << 10):
+        for nbytes in sizes:
             begun = time.monotonic()
             small = [cupy.zeros(nbytes // 4, np.float32) for _ in comms]
             reduce(small)  # compiled and loaded before the capture
@@ -466,6 +469,32 @@ def paces(comm: Communicator) -> list[float]:
     return found
 
 
+def paces_with(comm: Communicator, blocks: int) -> list[float]:
+    """The same with launches of so many blocks, at most."""
+    cuda.CHANNELS = blocks
+    part = comm.split(0)
+    assert part is not None
+    with part:
+        return paces(part)
+
+
+def widths(ranks: int) -> list[Row]:
+    """All-reduces by launches of few blocks and of many: what `cuda.CHANNELS` should be here."""
+    from kernels.driver import devices
+
+    rows = []
+    for blocks in BLOCKS:
+        begun = time.monotonic()
+        if devices() < ranks:
+            cuda.CHANNELS = blocks
+            note = emulated(ranks, ())[0].note
+        else:
+            took = [max(each) for each in zip(*_spawn(paces_with, ranks, (blocks,)))]
+            note = "; ".join(f"{nbytes >> 10} KB {1e6 * each:.1f} us" for nbytes, each in zip(SIZES, took))
+        rows.append(Row(f"{blocks} blocks", ranks, 1, 0, time.monotonic() - begun, note))
+    return rows
+
+
 def racing(ranks: int) -> list[Row]:
     """Our all-reduces and NCCL's, on a GPU for each rank."""
     begun = time.monotonic()
@@ -578,6 +607,7 @@ CHECKS: dict[str, Callable[[int], list[Row]]] = {
     "processes": one_by_one,
     "graph replay": replayed,
     "timings": timed,
+    "blocks": widths,
     "buckets": lambda ranks: packing(),
     "training": lambda ranks: training(),
     "nccl": over_nccl,
@@ -593,7 +623,13 @@ def planned(ranks: Sequence[int], gpus: int) -> list[tuple[str, int]]:
     found = [("kernels", 1), ("processes", few)]
     found += [("programs", size) for size in ranks]
     found += [("processes", size) for size in ranks if few < size and gpus < size]
-    found += [("graph replay", few), *(("timings", size) for size in ranks), ("buckets", 1), ("training", 1)]
+    found += [
+        ("graph replay", few),
+        *(("timings", size) for size in ranks),
+        ("blocks", few),
+        ("buckets", 1),
+        ("training", 1),
+    ]
     if find_spec("nccl") is not None:
         found += [("nccl", few), *(("all-reduce, NCCL's", size) for size in ranks if size <= gpus)]
     return [*found, ("memcheck", 2), ("racecheck", 2)]
