@@ -33,6 +33,7 @@ from bench.train_step import KINDS, Ours, answering, data, hidden_share, measure
 from bench.worker import serve
 from collectives import trace
 from collectives.timeline import span
+from collectives.wording import counted
 from mgpu_core import nn
 
 _WARM_UPS = 3
@@ -53,7 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         samples, _ = measure(crews, arguments.rounds, steps)
     beside = {name_of(width): beside_computation(ranks, width, batch, steps) for width in arguments.width}
     medians = milliseconds(samples)
-    print(f"# overlap: {ranks} ranks, {batch} samples a step, {arguments.rounds} rounds; {record.machine()}")
+    print(
+        f"# overlap: {counted(ranks, 'rank')}, {counted(batch, 'sample')} a step, "
+        f"{counted(arguments.rounds, 'round')}; {record.machine()}"
+    )
     for line in report(medians, beside):
         print(line)
     if arguments.json:

@@ -28,6 +28,7 @@ from bench.inputs import Array
 from bench.samples import Measurement, Row, summarise, write_json
 from bench.worker import sample_with
 from collectives import arrays
+from collectives.wording import counted
 
 WAYS = ("pack", "unpack", "copy")
 _UNIT = 16  # elements: 64 bytes of float32
@@ -44,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         flags.error(str(error))
     if not swept or swept[0] < 4 * _UNIT * arguments.tensors:
-        flags.error(f"{arguments.tensors} tensors of 64 bytes at least need {4 * _UNIT * arguments.tensors} bytes")
+        flags.error(
+            f"{counted(arguments.tensors, 'tensor')} of 64 bytes at least need {4 * _UNIT * arguments.tensors} bytes"
+        )
     counts = [nbytes // (4 * _UNIT) * _UNIT for nbytes in swept]
     cases = [Case("pack", 4 * count, count, "float32", "none", -1, False) for count in counts]
     launches = {
@@ -56,7 +59,10 @@ def main(argv: list[str] | None = None) -> int:
         measurement.allocate(cases[-1].nbytes)
         measurement.run(arguments.rounds, calls=arguments.iters, warmups=3, check=True)
     rows = summarise(measurement.samples, 1, WAYS, ["copy"])
-    print(f"# pack: {arguments.tensors} tensors of float32, {arguments.rounds} rounds; {record.machine()}")
+    print(
+        f"# pack: {counted(arguments.tensors, 'tensor')} of float32, "
+        f"{counted(arguments.rounds, 'round')}; {record.machine()}"
+    )
     for line in report(rows):
         print(line)
     if arguments.json:

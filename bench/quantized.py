@@ -26,6 +26,7 @@ from bench.inputs import Array
 from bench.samples import Measurement, Row, summarise, write_json
 from bench.worker import sample_with
 from collectives.bucket import Bucket
+from collectives.wording import counted
 from mgpu_core.parallel.hooks import HOOKS
 
 NAMES = ("none", "bf16", "int8")  # PowerSGD is for matrices: see `mgpu bench hooks`
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         measurement.run(arguments.rounds, calls=arguments.iters, warmups=3, check=False)
     labels = [Candidate(OURS, "symmetric", name).label for name in NAMES]
     rows = summarise(measurement.samples, arguments.ranks, labels, [labels[0]])
-    print(f"# quantized: {arguments.ranks} ranks, {arguments.rounds} rounds; {record.machine()}")
+    print(f"# quantized: {counted(arguments.ranks, 'rank')}, {counted(arguments.rounds, 'round')}; {record.machine()}")
     for line in report(rows, found):
         print(line)
     if arguments.json:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.states import UNKNOWN
+from collectives.wording import counted
 
 
 def about(benchmark: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,4 +52,4 @@ def machine() -> str:
         model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         model = platform.machine()
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
+    return f"{model}, {counted(len(os.sched_getaffinity(0)), 'core')}, Python {platform.python_version()}"

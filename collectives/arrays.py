@@ -133,9 +133,9 @@ def _foreign(x: Any, role: str, writable: bool) -> Array:
         try:
             return np.from_dlpack(x)
         except Exception as error:
-            raise TypeError(f"{role}, a {type(x).__name__}, cannot be read through DLPack: {error}") from error
+            raise TypeError(f"{role}, of type {type(x).__name__}, cannot be read through DLPack: {error}") from error
     raise TypeError(
-        f"{role} is a {type(x).__name__}; expected an array (NumPy, PyTorch, JAX, or anything with "
+        f"{role} is of type {type(x).__name__}; expected an array (NumPy, PyTorch, JAX, or anything with "
         f"__array_interface__ or DLPack). For a number or a list, pass numpy.asarray(...)"
     )
 

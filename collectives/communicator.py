@@ -34,6 +34,7 @@ from collectives.arrays import Array
 from collectives.backends.base import Backend, MessageWay, Pending
 from collectives.call import Call, PremulSum, make_call, padded, scale_bits
 from collectives.errors import CollectiveError
+from collectives.wording import counted
 from kernels.dtypes import OPERATIONS, DType, find
 
 Op = str | PremulSum
@@ -723,7 +724,7 @@ class Communicator:
         target = self._backend.view(out, "out", writable=True)
         if target.dtype != dtype or target.size != math.prod(shape):
             raise ValueError(
-                f"out has {target.size} elements of {target.dtype} (shape {target.shape}); the result has "
+                f"out has {counted(target.size, 'element')} of {target.dtype} (shape {target.shape}); the result has "
                 f"{math.prod(shape)} of {dtype} (shape {shape})"
             )
         return target, lambda: out
@@ -740,11 +741,12 @@ class Communicator:
         if counts is not None:
             given = self._checked(counts, None, "x")
             if sum(given) != rows:
-                raise ValueError(f"counts {given} add up to {sum(given)} rows, and x has {rows}")
+                raise ValueError(f"counts {given} add up to {counted(sum(given), 'row')}, and x has {rows}")
             return given
         if rows % self.size:
             raise ValueError(
-                f"{rows} rows cannot be split evenly among {self.size} ranks; pass counts=, the rows for each rank"
+                f"{counted(rows, 'row')} cannot be split evenly among {counted(self.size, 'rank')}; "
+                f"pass counts=, the rows for each rank"
             )
         return [rows // self.size] * self.size
 
@@ -753,7 +755,9 @@ class Communicator:
         if len(given) != self.size or min(given) < 0:
             raise ValueError(f"counts {given}: expected {self.size} numbers of rows, none negative, one for each rank")
         if own is not None and given[self.rank] != own:
-            raise ValueError(f"counts says {given[self.rank]} rows for rank {self.rank}, and {what} has {own}")
+            raise ValueError(
+                f"counts says {counted(given[self.rank], 'row')} for rank {self.rank}, and {what} has {own}"
+            )
         return given
 
     def _outgoing(self, x: Any, dst: int, tag: int) -> Message:
@@ -843,7 +847,7 @@ def _symmetric_word(word: Any, role: str) -> Array:
 
 def _check_alike(name: str, x: Array, other: str, y: Array) -> None:
     if (x.dtype, x.size) != (y.dtype, y.size):
-        raise ValueError(f"{name} has {x.size} elements of {x.dtype}, and {other} {y.size} of {y.dtype}")
+        raise ValueError(f"{name} has {counted(x.size, 'element')} of {x.dtype}, and {other} {y.size} of {y.dtype}")
 
 
 def _lies_where(array: Array, x: Array) -> bool:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from collectives.wording import counted
+
 CACHE_LINE = 64  # bytes; parts begin on multiples of it, so that no two ranks write one line
 
 Counts = int | Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.integer]
@@ -83,7 +85,7 @@ class Contract:
         if self.collective not in COLLECTIVES:
             raise ValueError(f"no collective is called {self.collective!r}; there are {', '.join(COLLECTIVES)}")
         if self.size < 1 or (self.collective == "send_recv" and self.size != 2):
-            raise ValueError(f"{self.collective} cannot be among {self.size} ranks")
+            raise ValueError(f"{self.collective} cannot be among {counted(self.size, 'rank')}")
         if not 0 <= self.root < self.size:
             raise ValueError(f"root {self.root} is not a rank: expected 0 to {self.size - 1}")
         if self.parts < (0 if self.collective == "barrier" else 1):

@@ -25,6 +25,7 @@ import numpy as np
 from collectives.contract import geometry
 from collectives.memory import LINE, slot_bytes
 from collectives.program import Buffer, Enter, Move, Program, Ref, Signal, Wait
+from collectives.wording import counted
 
 MOST_SLICES = 24  # more than these are not replayed one by one: each takes as long as the one before
 
@@ -122,7 +123,7 @@ def predict(
     or if the message takes several slices and the program is for one.
     """
     if topology.size != program.size:
-        raise ValueError(f"the topology has {topology.size} ranks, the program {program.size}")
+        raise ValueError(f"the topology has {counted(topology.size, 'rank')}, the program {program.size}")
     lengths, step, slices = _cut(program, nbytes, slot)
     if slices > 1 and not program.pipelined:
         raise ValueError(f"{nbytes} bytes take {slices} slices, and {program!r} is for one")

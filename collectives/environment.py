@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from collectives.place import Place
+from collectives.wording import counted
 
 RESTART = "MGPU_RESTART"
 
@@ -60,9 +61,11 @@ def place(
     else:
         address, remedy = address or environ.get("MGPU_ADDRESS", ""), "pass address=, or set MGPU_ADDRESS"
     if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} of {size} ranks; expected a rank from 0 to size - 1")
+        raise ValueError(f"rank {rank} of {counted(size, 'rank')}; expected a rank from 0 to size - 1")
     if size > 1 and not address:
-        raise ValueError(f"{size} ranks have no address at which to meet; {remedy}: HOST:PORT of rank 0, or unix:NAME")
+        raise ValueError(
+            f"{counted(size, 'rank')} have no address at which to meet; {remedy}: HOST:PORT of rank 0, or unix:NAME"
+        )
     return Place(rank, size, address, _secret(environ), environ.get("MGPU_HOST") or None, timeout)
 
 
@@ -189,7 +192,7 @@ def _secret(environ: Mapping[str, str]) -> bytes:
     text = environ.get("MGPU_SECRET", "")
     if text and len(text) < 16:
         raise ValueError(
-            f"MGPU_SECRET has {len(text)} characters and could be guessed; "
+            f"MGPU_SECRET has {counted(len(text), 'character')} and could be guessed; "
             f"make one by python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return text.encode()

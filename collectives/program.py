@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.contract import Contract
+from collectives.wording import counted
 
 
 class Buffer(IntEnum):
@@ -211,12 +212,13 @@ class Program:
 
     def __repr__(self) -> str:
         moves = sum(isinstance(instruction, Move) for body in self.bodies for instruction in body)
-        return f"<Program {self.collective} {self.algorithm} size={self.size} {self.memory}: {moves} moves>"
+        return f"<Program {self.collective} {self.algorithm} size={self.size} {self.memory}: {counted(moves, 'move')}>"
 
     def __str__(self) -> str:
         lines = [
-            f"{self.collective} by {self.algorithm}: {self.size} ranks, {self.memory} memory, {self.chunks} chunks, "
-            f"{self.cells} cells x {self.slots} slots{'' if self.pipelined else ', one slice'}"
+            f"{self.collective} by {self.algorithm}: {counted(self.size, 'rank')}, {self.memory} memory, "
+            f"{counted(self.chunks, 'chunk')}, {counted(self.cells, 'cell')} x {self.slots} slots"
+            f"{'' if self.pipelined else ', one slice'}"
         ]
         for rank, body in enumerate(self.bodies):
             lines.append(f"rank {rank}")

@@ -24,6 +24,7 @@ from collectives.deadlock import Doing
 from collectives.host import arenas
 from collectives.memory import Segment, is_sealed
 from collectives.region import CLOSED, FAILED, Member, Region, region_bytes
+from collectives.wording import counted
 
 _RECENT = 3  # calls of each rank that are told
 
@@ -89,7 +90,9 @@ def report(seats: Sequence[Seat]) -> str:
     worlds = sorted((seat for seat in seats if seat.arena == 0), key=lambda seat: seat.member.rank)
     if not worlds:
         return "this run has no ranks yet"
-    lines = [f"{worlds[0].member.size} ranks, of which {sum(seat.alive for seat in worlds)} live on this host"]
+    lines = [
+        f"{counted(worlds[0].member.size, 'rank')}, of which {sum(seat.alive for seat in worlds)} live on this host"
+    ]
     for world in worlds:
         lines.append(f"  rank {world.member.rank}, process {world.member.process}{_state(world)}: {_doing(world)}")
         lines += [

@@ -21,6 +21,7 @@ from collectives.arrays import Array, address
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
 from collectives.watch import Watch
+from collectives.wording import counted
 from kernels import again, native
 from kernels import messages as layout
 from kernels.dtypes import DTYPES, DType, find
@@ -258,6 +259,6 @@ def check_message(peer: int, tag: int, dtype: DType, count: int, out: Array) -> 
     """Raise CollectiveMismatchError unless `out` is what takes a message of `count` elements of `dtype`."""
     if (dtype, count) != (find(out.dtype), out.size):
         raise CollectiveMismatchError(
-            f"rank {peer} sent {count} elements of {dtype.name} with tag {tag}, and this rank receives them into "
-            f"{out.size} of {find(out.dtype).name}"
+            f"rank {peer} sent {counted(count, 'element')} of {dtype.name} with tag {tag}, "
+            f"and this rank receives them into {out.size} of {find(out.dtype).name}"
         )

@@ -29,11 +29,17 @@ OURS = ("kernels", "collectives", "mgpu_core", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; its exit code, or 1 for an error that explains itself, 2 for wrong usage, 130 for Ctrl-C."""
+    """Run one command; its exit code, or 1 for an error that explains itself, 2 for wrong usage, 130 for Ctrl-C,
+    141 if nobody reads on."""
     try:
-        return dispatch(sys.argv[1:] if argv is None else argv)
+        code = dispatch(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `mgpu ... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is flushed at the end
+        return 141
     except Exception as error:
         if os.environ.get("MGPU_DEBUG") == "1" or not explains_itself(error):
             raise

@@ -43,6 +43,7 @@ from collectives.errors import (
 )
 from collectives.memory import PAGE
 from collectives.watch import Watch
+from collectives.wording import counted
 from kernels.dtypes import DTYPES, DType, find
 
 if TYPE_CHECKING:
@@ -308,8 +309,8 @@ class Nccl(OnDevice):
             if header.tolist() != _header(array).tolist():
                 code, count = header.tolist()
                 error = CollectiveMismatchError(
-                    f"rank {peer} sent {count} elements of {DTYPES[code].name}, and rank {self.rank} receives "
-                    f"{array.size} of {array.dtype}"
+                    f"rank {peer} sent {counted(count, 'element')} of {DTYPES[code].name}, "
+                    f"and rank {self.rank} receives {array.size} of {array.dtype}"
                 )
                 self._lose(error)
                 self._check()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from collectives import cgroup, memory, threads
 from collectives.doctor.finding import Finding, size
+from collectives.wording import counted
 
 _ROOM = 1 << 30  # bytes below which training is likely to run out of memory
 _DESCRIPTORS_A_PEER = 3  # its memory, its process and its socket
@@ -54,7 +55,7 @@ def cores(allowed: int | None = None, quota: float | None = None) -> Finding:
     there = os.cpu_count() or allowed
     usable = min(allowed, quota or allowed)
     facts = {"there": there, "allowed": allowed, "quota": quota, "threads_of_2_ranks": threads.here(2)}
-    what = f"{allowed} of {there} processors may be used" if allowed < there else f"{there} processors"
+    what = f"{allowed} of {counted(there, 'processor')} may be used" if allowed < there else counted(there, "processor")
     if quota is not None:
         what += f", of whose time a control group grants {quota:g}"
     if usable < 2:
@@ -64,9 +65,9 @@ def cores(allowed: int | None = None, quota: float | None = None) -> Finding:
         )
         return Finding("processors", what, advice, True, facts)
     if quota is not None and quota < allowed:
-        advice = f"start no more than {int(usable)} ranks: waiting ranks use up the quota, and all are throttled then"
+        advice = f"start no more than {counted(int(usable), 'rank')}: waiting ranks use up the quota, and all wait then"
         return Finding("processors", what, advice, facts=facts)
-    return Finding("processors", f"{what}; {int(usable)} ranks or fewer have one each", facts=facts)
+    return Finding("processors", f"{what}; {counted(int(usable), 'rank')} or fewer have one each", facts=facts)
 
 
 def room(left: int | None = None) -> Finding:
@@ -115,7 +116,7 @@ def descriptors(limit: int | None = None) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = soft if limit is None else limit
     ranks = max(0, (soft - 64) // _DESCRIPTORS_A_PEER)
-    what = f"{soft:,} allowed, enough for {min(ranks, 9999):,} ranks on this host"
+    what = f"{soft:,} allowed, enough for {counted(min(ranks, 9999), 'rank')} on this host"
     facts = {"soft": soft, "hard": hard, "ranks": ranks}
     if ranks < 16:
         return Finding("descriptors", what, "raise it: ulimit -n 4096 (docker --ulimit nofile=4096)", ranks < 2, facts)

@@ -15,6 +15,7 @@ from pathlib import Path
 import kernels
 from collectives import environment, installation
 from collectives.doctor.finding import Finding
+from collectives.wording import counted
 from kernels import native
 
 SETTINGS = {  # that users set, and what for
@@ -83,7 +84,9 @@ def kernel_cache() -> Finding:
     if not writable:
         advice = "every process compiles for itself, which takes seconds; set MGPU_CACHE to a folder of yours"
         return Finding("kernel cache", f"{folder} cannot be written", advice, facts=facts)
-    return Finding("kernel cache", f"{kept} files in {folder}" if kept else f"{folder}, still empty", facts=facts)
+    return Finding(
+        "kernel cache", f"{counted(kept, 'file')} in {folder}" if kept else f"{folder}, still empty", facts=facts
+    )
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> list[Finding]:

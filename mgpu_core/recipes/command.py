@@ -14,6 +14,7 @@ import collectives
 from collectives import timeline
 from collectives.environment import restarts, standing
 from collectives.threads import here
+from collectives.wording import counted
 from mgpu_core import checkpoint, device, hardware
 from mgpu_core.autograd import is_recording
 from mgpu_core.autograd.memory import keep_freed_memory
@@ -188,10 +189,10 @@ def fit(trainer: Trainer, options: argparse.Namespace, say: Say) -> bool:
     keep_freed_memory()
     if options.resume:
         trainer.resume(options.out / CHECKPOINT)
-        say(f"going on after {trainer.steps_done:,} steps")
+        say(f"going on after {counted(trainer.steps_done, 'step')}")
     trainer.fit(options.epochs, steps=options.steps)
     if trainer.epoch < options.epochs:
-        say(f"stopped after {trainer.steps_done:,} steps; --resume goes on from {options.out / CHECKPOINT}")
+        say(f"stopped after {counted(trainer.steps_done, 'step')}; --resume goes on from {options.out / CHECKPOINT}")
     return trainer.epoch >= options.epochs
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.wording import counted
 from mgpu_core import metrics
 from mgpu_core.parallel import StrategyError
 from mgpu_core.recipes import command, parallel
@@ -101,7 +102,7 @@ def report(found: Mapping[str, Mapping[str, Any]], recipe: str) -> Iterator[str]
     soonest = min(row["tests"]["seconds"][-1] for row in found.values())
     slow = some["settings"].get("slow_rank")
     slowed = "" if slow is None else f", rank {slow} computes {some['settings']['slow_factor']} times"
-    yield f"# {recipe}, {some['ranks']} ranks{slowed}; {some['name'].replace('_', ' ')}"
+    yield f"# {recipe}, {counted(some['ranks'], 'rank')}{slowed}; {some['name'].replace('_', ' ')}"
     columns = f"{'samples/s':>9} {'of first':>8} {'staleness':>9} {'all samples':>11} {f'at {soonest:.1f} s':>10}"
     yield f"# {'':10} {columns}   shares"
     for name, row in found.items():

@@ -31,6 +31,7 @@ import numpy as np
 from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
+from collectives.wording import counted
 from mgpu_core import Tensor, data, metrics, nn, optim, schedule
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import ImageSet, Loader, Sampler
@@ -87,7 +88,7 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
     rank, size, say = command.position(comm)
     began = time.perf_counter()
     images = read(name, options.data)
-    say(f"{images.name}: {len(images.train_labels):,} training images, from {images.origin}; {size} ranks")
+    say(f"{images.name}: {len(images.train_labels):,} training images, from {images.origin}; {counted(size, 'rank')}")
     if options.auto:
         advise(comm, options, images, say)
     settings = command.settle(options, DEFAULTS[name])
@@ -188,7 +189,7 @@ def predict(model: nn.Module, pictures: Any, device: str = "cpu") -> NDArray[Any
 
 def show(images: ImageSet, probabilities: NDArray[Any], folder: Path, size: int) -> None:
     """Draw the pictures that a finished run leaves."""
-    metrics.draw_curves(folder / METRICS, folder / "curves.png", f"{images.name}, {size} ranks")
+    metrics.draw_curves(folder / METRICS, folder / "curves.png", f"{images.name}, {counted(size, 'rank')}")
     draw_predictions(images.test_images, images.test_labels, probabilities, images.classes, folder / "predictions.png")
     draw_confusion(images.test_labels, probabilities.argmax(axis=1), images.classes, folder / "confusion.png")
 

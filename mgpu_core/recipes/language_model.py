@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
+from collectives.wording import counted
 from mgpu_core import Tensor, metrics, nn, optim, random, schedule
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import Loader, Sampler, text
@@ -79,8 +80,11 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
     source = text.standard_library(options.data)
     pieces, held_out = text.windows(source.train, options.length), text.windows(source.test, options.length)
     held_out = held_out[:: -(-len(held_out) // TEST_PIECES)]
-    say(f"{source.files[0]} files, {len(source.train):,} bytes, from {source.origin}; {size} ranks")
-    say(f"{source.files[1]} files to test with, {held_out[:, 1:].size:,} bytes of them")
+    say(
+        f"{counted(source.files[0], 'file')}, {len(source.train):,} bytes, from {source.origin}; "
+        f"{counted(size, 'rank')}"
+    )
+    say(f"{counted(source.files[1], 'file')} to test with, {held_out[:, 1:].size:,} bytes of them")
     order = Sampler(len(pieces), options.batch, seed=options.seed)
     unshuffled = Sampler(len(held_out), 32, shuffle=False)
     steps = options.epochs * order.steps
@@ -97,7 +101,7 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
     )
     writer = build()
     parameters = sum(parameter.size for parameter in writer.parameters())
-    say(f"{options.layers} transformer blocks {options.size} wide: {parameters:,} parameters; {steps:,} steps")
+    say(f"{options.layers} transformer blocks {options.size} wide: {parameters:,} parameters; {counted(steps, 'step')}")
     strategy = parallel.strategy(
         comm,
         options,
@@ -125,7 +129,7 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
         metrics.draw_curves(
             options.out / METRICS,
             options.out / "curves.png",
-            f"The standard library's source, {size} ranks",
+            f"The standard library's source, {counted(size, 'rank')}",
             loss_title="cross-entropy, nats a byte",
             score="bits_per_byte",
             percent=False,

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from collectives.wording import counted
 from mgpu_core import device, nn
 from mgpu_core.autograd.autocast import SHORT
 from mgpu_core.parallel import (
@@ -131,7 +132,9 @@ def check(options: argparse.Namespace, ranks: int) -> dict[str, int]:
     if -1 in axes.values() and ranks % known == 0:
         axes = {axis: ranks // known if size == -1 else size for axis, size in axes.items()}
     if math.prod(axes.values()) != ranks:
-        raise StrategyError(f"--mesh {options.mesh} has {known} places, and here are {ranks} ranks")
+        raise StrategyError(
+            f"--mesh {options.mesh} has {counted(known, 'place')}, and here are {counted(ranks, 'rank')}"
+        )
     return axes
 
 
@@ -178,7 +181,10 @@ def _strategy(
     if way in ("async", "ssp") and comm is not None:
         bound = None if way == "async" else 4 if options.bound is None else options.bound
         _recompute(network, recomputed)
-        say("asynchronous: each rank takes whole batches" + ("" if bound is None else f", at most {bound} steps ahead"))
+        say(
+            "asynchronous: each rank takes whole batches"
+            + ("" if bound is None else f", at most {counted(bound, 'step')} ahead")
+        )
         return Workers(
             Asynchronous(
                 network,
@@ -214,7 +220,7 @@ def _strategy(
         say(f"mesh: {' x '.join(f'{axis} {axes.get(axis, 1)}' for axis in AXES)}")
     if stages > 1:
         schedule = SCHEDULES[options.schedule or "1f1b"]
-        say(f"pipeline: {stages} ranks, {microbatches} micro-batches, {schedule.name}")
+        say(f"pipeline: {counted(stages, 'rank')}, {microbatches} micro-batches, {schedule.name}")
         return Pipelined(network, optimizer, mesh, schedule=schedule, microbatches=microbatches, costs=costs, **hook)
     model: DataParallel
     if way in ZERO:

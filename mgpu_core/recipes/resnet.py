@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.wording import counted
 from mgpu_core import Tensor, nn, optim, schedule
 from mgpu_core.data import Loader, Sampler, augment
 from mgpu_core.nn import functional as F
@@ -58,7 +59,7 @@ def train(comm: Any, options: argparse.Namespace, name: str) -> dict[str, Any]:
     dtype = np.dtype(options.dtype)
 
     images = read(name, options.data)
-    say(f"{images.name}: {len(images.train_labels):,} training images, from {images.origin}; {size} ranks")
+    say(f"{images.name}: {len(images.train_labels):,} training images, from {images.origin}; {counted(size, 'rank')}")
     prepare = normalisation(images, dtype)
 
     def change(arrays: tuple[Any, ...]) -> tuple[Any, ...]:

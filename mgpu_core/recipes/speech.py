@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from collectives.wording import counted
 from mgpu_core import Tensor, checkpoint, ctc, data, device, metrics, nn, optim, schedule
 from mgpu_core.autograd import no_grad
 from mgpu_core.data import Loader, Sampler
@@ -95,7 +96,7 @@ def train(comm: Any, options: argparse.Namespace, found: None) -> dict[str, Any]
     said = test_utterances(recordings, for_test, TEST_UTTERANCES)
     read = [(features(utterance.signal), utterance.digits) for utterance in said]
     whose = "the first takes" if options.hold_out is None else f"all of {options.hold_out}'s"
-    say(f"{len(for_training):,} recordings to train on, from {recordings.origin}; {size} ranks")
+    say(f"{counted(len(for_training), 'recording')} to train on, from {recordings.origin}; {counted(size, 'rank')}")
     say(f"{len(for_test):,} to test with: {whose}")
     order = Sampler(options.utterances, options.batch, seed=options.seed)
     make = TrainingUtterances(recordings, for_training, dtype)
@@ -173,7 +174,7 @@ def show(
     size: int,
 ) -> None:
     """Draw the pictures that a finished run leaves."""
-    title = f"Connected digits, {options.hold_out or 'held-out takes'}, {size} ranks"
+    title = f"Connected digits, {options.hold_out or 'held-out takes'}, {counted(size, 'rank')}"
     metrics.draw_curves(
         options.out / METRICS,
         options.out / "curves.png",

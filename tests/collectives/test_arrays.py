@@ -62,10 +62,10 @@ def test_address_of_every_dtype_and_shape(dtype: Any, shape: tuple[int, ...]) ->
 
 
 STRANGE = {
-    "a list": ([1.0, 2.0], TypeError, "x is a list; expected an array"),
-    "a number": (3.0, TypeError, "x is a float; expected an array"),
-    "None": (None, TypeError, "x is a NoneType; expected an array"),
-    "a string": ("abc", TypeError, "x is a str; expected an array"),
+    "a list": ([1.0, 2.0], TypeError, "x is of type list; expected an array"),
+    "a number": (3.0, TypeError, "x is of type float; expected an array"),
+    "None": (None, TypeError, "x is of type NoneType; expected an array"),
+    "a string": ("abc", TypeError, "x is of type str; expected an array"),
     "objects": (np.array([None, {}]), TypeError, "x: dtype object cannot be moved"),
     "big-endian": (np.zeros(3, ">f4"), TypeError, "x: dtype >f4 cannot be moved"),
     "dates": (np.zeros(3, "M8[s]"), TypeError, "x: dtype datetime64"),

@@ -122,7 +122,7 @@ def test_odd_arrays_to_write(crew: Crews) -> None:
         assert told["too large"].startswith("ValueError: out has 81 elements")
         assert "out has 12 elements of float32" in told["other dtype"]
         assert told["big-endian"].startswith("TypeError: out: dtype >f8")
-        assert told["a list"].startswith("TypeError: out is a list")
+        assert told["a list"].startswith("TypeError: out is of type list")
         assert told["a scalar"].startswith("ValueError: out is a NumPy scalar")
         assert told["objects"].startswith("TypeError: x: dtype object")
         assert told["strings"].startswith("TypeError: x: dtype <U1")
@@ -257,7 +257,7 @@ def plans(comm: Communicator) -> list[str]:
         "a copy": "would have to be copied",
         "overlap": "would have to be copied",
         "unknown": "no collective is called 'all_reduced'",
-        "a list": "x is a list",
+        "a list": "x is of type list",
     }.items():
         if part not in told[name]:
             wrong.append(f"{name}: {told[name]}")
@@ -400,7 +400,7 @@ def lists(comm: Communicator) -> list[str]:
             "numbers": lambda: comm.all_reduce([1.0, 2.0]),
         },
     )
-    for name, part in {"out": "out is the same list", "layout": "x[0]", "numbers": "x[0] is a float"}.items():
+    for name, part in {"out": "out is the same list", "layout": "x[0]", "numbers": "x[0] is of type float"}.items():
         if part not in told[name]:
             wrong.append(f"{name}: {told[name]}")
     return wrong

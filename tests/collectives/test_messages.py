@@ -303,7 +303,7 @@ def test_misuse(crew: Crews) -> None:
     (told,) = crew(misused, 1)
     assert told[0] == "rank 5 does not exist; this communicator has ranks 0 to 0"
     assert told[1] == "rank -1 does not exist; this communicator has ranks 0 to 0"
-    assert "x is a list; expected an array" in told[2]
+    assert "x is of type list; expected an array" in told[2]
     assert "tag" in told[3]
     assert "groups do not nest" in told[4]
     assert told[5] == "3.0"  # what an error left out of a group was not sent
@@ -384,7 +384,7 @@ def the_short_way(comm: Communicator) -> list[str]:
         (lambda: comm.send(x, -1), "rank -1 does not exist"),
         (lambda: comm.send(x, peer, tag=2**70), "is not an integer of 64 bits"),
         (lambda: comm.send(x, peer, tag=None), "is not an integer of 64 bits"),  # type: ignore[arg-type]
-        (lambda: comm.send(None, peer), "x is a NoneType"),
+        (lambda: comm.send(None, peer), "x is of type NoneType"),
         (lambda: comm.recv(np.ones(3)[::2], peer), "C-contiguous"),
         (lambda: comm.recv(np.broadcast_to(np.float64(1), (1,)), peer), "read-only"),
         (lambda: comm.send(np.zeros(2, ">f8"), peer), "dtype"),

@@ -53,7 +53,7 @@ def test_equal_digests_mean_equal_programs() -> None:
 
 def test_it_prints_readably() -> None:
     assert str(SEND) == (
-        "send_recv by by hand: 2 ranks, staged memory, 1 chunks, 1 cells x 2 slots\n"
+        "send_recv by by hand: 2 ranks, staged memory, 1 chunk, 1 cell x 2 slots\n"
         "rank 0\n"
         "    0  move   scratch0[0] <- input0[0]\n"
         "    1  enter\n"

@@ -1,6 +1,8 @@
 """`mgpu` lists what is there, hands over the arguments, and says in a line what went wrong."""
 
 import importlib
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -10,6 +12,8 @@ import pytest
 
 from collectives.contract import COLLECTIVES
 from mgpu_core import cli
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -110,6 +114,17 @@ def test_ctrl_c_is_quiet(
     command(interrupted)
     assert cli.main(["probe"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("arguments", [["predict", "all_reduce", "ring"], ["--help"]], ids=["flushed", "at the end"])
+def test_nobody_reads_on(arguments: list[str]) -> None:
+    """As in `mgpu predict all_reduce ring | true`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mgpu_core", *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_an_error_of_ours_is_a_line_and_a_bug_is_a_traceback(
