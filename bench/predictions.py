@@ -23,7 +23,7 @@ from collectives.builder import algorithms
 from collectives.cost import Topology
 from collectives.lowering import Memory
 from collectives.select import predicted
-from collectives.tune import measure, slowest
+from collectives.tune import constants, measure, slowest
 
 MEMORIES: tuple[Memory, ...] = ("symmetric", "staged")
 WITHIN = 1.3  # times or parts of what was measured
@@ -100,7 +100,7 @@ def predict(case: Case, nbytes: int, topology: Topology) -> float:
 def run(comm: Any, sizes: list[int]) -> tuple[Topology, Measured]:
     """One rank: the constants, and what every case takes at every size."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[comm.rank % len(os.sched_getaffinity(0))]})
-    topology = measure(comm)
+    topology, _, _ = constants(measure(comm))
     most = max(sizes) // 4
     arrays = {
         "symmetric": (comm.zeros(most, np.float32), comm.zeros(most, np.float32)),

@@ -5,6 +5,10 @@ while the others wait; in `reduce_scatter` by "direct" all ranks of the host do 
 are measured from a few hundred kilobytes, which the caches hold, to far beyond. A signal's and a Move's time come from
 the smallest calls. All ranks are at work, so what they cost each other where cores are few is within the constants.
 
+Everything is measured in rounds, each kind of call once in each, so that what another program takes away for a while
+falls on few rounds of every kind and not on all rounds of one. A constant is the median of its rounds, without those
+that cannot be; where many cannot be, or rounds differ by far, nothing is kept.
+
 Nothing else is fitted: other algorithms, staged memory and sizes between follow from the model (`collectives.cost`).
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -23,42 +28,103 @@ from collectives.communicator import Communicator
 from collectives.cost import Rate, Seconds, Topology
 from collectives.launch import spawn
 from collectives.threads import here
+from collectives.wording import counted
 
 FOOTPRINTS = tuple(int(2 ** (19 + k / 2)) for k in range(17))  # bytes that all ranks touch together: 512 KB to 128 MB
-_REPEATS = 7
-_SMALL_CALLS = 1000
-_ENTRIES = 100  # calls that nearly only enter: what is subtracted has to be the least there is
+ROUNDS = 15
+MOST_RANKS = 4  # for each processor: with more, starting them and taking turns is all that one would see
+_SMALL_CALLS = 60  # in a round, of each kind
+_SPREAD = 4.0  # between a constant's quartiles: the cores of a virtual machine may come to lie near or far, twice or so
+_LEAST_SIGNAL = 1e-8  # seconds: no core hears another one sooner
+_LEAST_MOVE = 2e-9
 _FASTEST = 1e12  # bytes a second: no core loads so fast, from whatever cache
-_LEAST = 1e-8  # seconds: of what is measured as a difference
 
 
-def measure(comm: Communicator, footprints: Sequence[int] = FOOTPRINTS) -> Topology:
-    """The constants of the host that all of the communicator's ranks are on; every rank gets the same. All call it."""
+@dataclass(frozen=True)
+class Rounds:
+    """What was measured in each round among `size` ranks, in seconds; a difference of two times may be below 0.
+
+    signal, move: what one takes. alone, together: by bytes of a rank's array, what `reduce` by "one_shot" and
+    `reduce_scatter` by "direct" take, in symmetric memory, without entering.
+    """
+
+    size: int
+    signal: Array
+    move: Array
+    alone: Mapping[int, Array]
+    together: Mapping[int, Array]
+
+
+def measure(comm: Communicator, footprints: Sequence[int] = FOOTPRINTS) -> Rounds:
+    """What the constants of the host that all of the communicator's ranks are on follow from; every rank gets the same.
+
+    All ranks call it.
+    """
     word = comm.zeros(1, np.float32)
-    entered, signalled, moved = (
-        float(np.median(slowest(comm, call, _SMALL_CALLS)))
-        for call in (
-            comm.plan("barrier", algorithm="direct"),
-            comm.plan("barrier", algorithm="dissemination"),
-            comm.plan("all_reduce", word, out=word, algorithm="one_shot"),
-        )
+    enter, disseminate, move = (
+        comm.plan("barrier", algorithm="direct"),
+        comm.plan("barrier", algorithm="dissemination"),
+        comm.plan("all_reduce", word, out=word, algorithm="one_shot"),
     )
-    latency = max((signalled - entered) / max((comm.size - 1).bit_length(), 1), _LEAST)  # of so many rounds
-    overhead = max((moved - entered) / 2, _LEAST)  # of two Moves
     counts = [max(footprint // ((comm.size + 1) * 4), comm.size) // comm.size * comm.size for footprint in footprints]
     x, out = comm.zeros(max(counts), np.float32), comm.zeros(max(counts), np.float32)
 
-    def time(collective: str, algorithm: str, count: int, repeats: int = _REPEATS) -> Seconds:
+    def plan(collective: str, algorithm: str, count: int) -> tuple[Callable[[], object], Array]:
         result = out[: count // comm.size if collective == "reduce_scatter" else count]
         options = {"out": result} if collective == "reduce_scatter" or comm.rank == 0 else {}
-        call = comm.plan(collective, x[:count], algorithm=algorithm, **options)
-        return float(slowest(comm, call, repeats, refill=x[:count]).min())
+        return comm.plan(collective, x[:count], algorithm=algorithm, **options), x[:count]
 
-    def times(collective: str, algorithm: str) -> dict[int, Seconds]:
-        least = time(collective, algorithm, comm.size, _ENTRIES)  # whatever the size: entering, a Move, signals, Python
-        return {4 * count: max(time(collective, algorithm, count) - least, _LEAST) for count in counts}
+    kinds = [("reduce", "one_shot"), ("reduce_scatter", "direct")]
+    least = [plan(*kind, comm.size) for kind in kinds]  # whatever the size: entering, a Move, signals, Python
+    large = [{4 * count: plan(*kind, count) for count in counts} for kind in kinds]
+    small: list[list[Seconds]] = []
+    beyond: list[list[list[Seconds]]] = []
+    for _ in range(ROUNDS):
+        small.append([float(np.median(slowest(comm, call, _SMALL_CALLS))) for call in (enter, disseminate, move)])
+        beyond.append([])
+        for (call, refilled), plans in zip(least, large, strict=True):
+            without = float(np.median(slowest(comm, call, _SMALL_CALLS, refilled)))
+            times = [float(slowest(comm, call, 1, refilled)[0]) for call, refilled in plans.values()]
+            beyond[-1].append([time - without for time in times])
+    entered, disseminated, moved = np.array(small).T
+    alone, together = np.array(beyond).transpose(1, 2, 0)
+    return Rounds(
+        comm.size,
+        signal=(disseminated - entered) / max((comm.size - 1).bit_length(), 1),  # of so many one behind the other
+        move=(moved - entered) / 2,  # of two Moves
+        alone=dict(zip(large[0], alone, strict=True)),
+        together=dict(zip(large[1], together, strict=True)),
+    )
 
-    return fit(comm.size, latency, overhead, times("reduce", "one_shot"), times("reduce_scatter", "direct"))
+
+def constants(rounds: Rounds) -> tuple[Topology, int, list[str]]:
+    """The topology that follows, how many figures were left out because they cannot be, and why it should not be kept.
+
+    Each time is the median of its rounds. There is a reason not to keep it where more than half of the rounds cannot
+    be, or where the middle half of them differs by more than fourfold.
+    """
+    left_out, doubts = 0, []
+
+    def settle(what: str, times: Array, least: Seconds) -> Seconds:
+        nonlocal left_out
+        possible = times[times > least]
+        left_out += len(times) - len(possible)
+        if 2 * len(possible) <= len(times):
+            doubts.append(f"{what} seemed to take no time, in {len(times) - len(possible)} of {len(times)} rounds")
+            return least
+        first, middle, third = np.quantile(possible, [0.25, 0.5, 0.75])
+        if third > _SPREAD * first:
+            doubts.append(f"{what} took {first * 1e6:.2f} us in one round and {third * 1e6:.2f} us in another")
+        return float(middle)
+
+    def settle_all(who: str, times: Mapping[int, Array]) -> dict[int, Seconds]:
+        touched = {nbytes: (rounds.size + 1) * nbytes for nbytes in times}
+        return {n: settle(f"{touched[n]:,} bytes, {who},", times[n], touched[n] / _FASTEST) for n in times}
+
+    signal, move = settle("a signal", rounds.signal, _LEAST_SIGNAL), settle("a Move", rounds.move, _LEAST_MOVE)
+    alone, together = settle_all("one rank alone", rounds.alone), settle_all("all together", rounds.together)
+    topology = fit(rounds.size, signal, move, alone, together)
+    return topology, left_out, doubts
 
 
 def fit(
@@ -112,28 +178,39 @@ def slowest(comm: Communicator, call: Callable[[], object], repeats: int, refill
 
 def main(argv: Sequence[str]) -> int:
     """`mgpu tune`: measure, keep, and say what was found."""
+    processors = here(1)
     parser = argparse.ArgumentParser(
         prog="mgpu tune",
         description="Measure what the cost model needs to know of this machine, in some seconds, and keep it: from "
         "then on ranks choose algorithms by it, and mgpu predict uses it. Nothing else should be running.",
     )
-    parser.add_argument("-n", "--ranks", type=int, default=max(here(1), 2), help="how many (%(default)s)")
+    parser.add_argument("-n", "--ranks", type=int, default=max(processors, 2), help="how many (%(default)s)")
     chosen = parser.parse_args(argv)
     if chosen.ranks < 2:
         parser.error("one rank has nobody to talk to: -n is 2 or more")
-    found: Topology = spawn(measure, chosen.ranks, backend="shm")[0]
-    if max(rate for _, rate in found.own.points) > _FASTEST:
+    if chosen.ranks > MOST_RANKS * processors:
+        parser.error(
+            f"{chosen.ranks} ranks on {counted(processors, 'processor')} would mostly wait for their turn, and that is "
+            f"what would be measured; "
+            f"-n is {MOST_RANKS * processors} or less here (four for each processor)"
+        )
+    print(f"measuring with {chosen.ranks} ranks on {counted(processors, 'processor')}, {ROUNDS} rounds ...", flush=True)
+    topology, left_out, doubts = constants(spawn(measure, chosen.ranks, backend="shm")[0])
+    if doubts:
+        more = f", and {len(doubts) - 1} more like it" if len(doubts) > 1 else ""
         print(
-            "mgpu tune: some bytes seemed to take no time, as happens where other programs use the processors; "
-            "nothing is kept: try again when the machine is quiet",
+            f"mgpu tune: {doubts[0]}{more}: as happens where other programs use the processors, or ranks outnumber "
+            f"them. Nothing is kept; try again when the machine is quiet, or with fewer ranks",
             file=sys.stderr,
         )
         return 1
-    print(f"{chosen.ranks} ranks: a signal takes {found.latency * 1e6:.2f} us, a Move {found.overhead * 1e6:.2f} us")
+    print(f"a signal takes {topology.latency * 1e6:.2f} us, a Move {topology.overhead * 1e6:.2f} us")
     print(f"{'bytes touched':>14} {'one rank alone':>15} {'all together':>13}   GB/s")
-    for (footprint, alone), (_, together) in zip(found.own.points, found.together.points, strict=True):
+    for (footprint, alone), (_, together) in zip(topology.own.points, topology.together.points, strict=True):
         print(f"{int(footprint):>14,} {alone / 1e9:>15.1f} {together / 1e9:>13.1f}")
-    print(f"kept in {measured.keep(found)}")
+    if left_out:
+        print(f"without {counted(left_out, 'figure')} that cannot be: something else used the processors meanwhile")
+    print(f"kept in {measured.keep(topology)}")
     return 0
 
 

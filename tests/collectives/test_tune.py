@@ -54,44 +54,95 @@ def test_the_model_gives_back_what_it_was_made_of(size: int) -> None:
         assert scattered == pytest.approx(together[n] + 1e-7 + 2e-6, rel=0.02)
 
 
-def _measure(comm: Communicator) -> Topology:
+def _measure(comm: Communicator) -> tune.Rounds:
     return tune.measure(comm, footprints=[96 << 10, MIB])
 
 
-def test_all_ranks_get_the_same_constants(crew: Crews) -> None:
+def test_all_ranks_measure_the_same(crew: Crews) -> None:
     first, other = crew(_measure, 2)
-    assert other == first
-    assert first.hosts == (2,) and first.latency > 0 and first.overhead > 0
-    for rate in (first.own, first.peer, first.together):
-        assert len(rate.points) == 2 and all(0 < speed for _, speed in rate.points)
+    for one, two in ((first.signal, other.signal), (first.move, other.move)):
+        assert one.shape == (tune.ROUNDS,)
+        np.testing.assert_array_equal(one, two)
+    for times, others in ((first.alone, other.alone), (first.together, other.together)):
+        assert list(times) == list(others) == [32 << 10, MIB // 12 * 4 // 8 * 8]
+        for nbytes in times:
+            np.testing.assert_array_equal(times[nbytes], others[nbytes])
+    assert tune.constants(first) == tune.constants(other)
+
+
+def _rounds(**disturbed: np.ndarray) -> tune.Rounds:
+    """Of two ranks on a quiet machine, each round a little different; `disturbed` replaces what it names."""
+    little = np.random.default_rng(0).permutation(np.linspace(0.9, 1.1, tune.ROUNDS))
+    times = {
+        "signal": 1e-7 * little,
+        "move": 5e-8 * little,
+        "small": 2e-5 * little,
+        "large": 2e-3 * little,
+        **disturbed,
+    }
+    alone = {MIB: times["small"], 16 * MIB: times["large"]}
+    return tune.Rounds(2, times["signal"], times["move"], alone, {n: array / 2 for n, array in alone.items()})
+
+
+def test_constants_are_medians_of_what_can_be() -> None:
+    topology, left_out, doubts = tune.constants(_rounds())
+    assert (topology.latency, topology.overhead) == pytest.approx((1e-7, 5e-8)) and (left_out, doubts) == (0, [])
+    some = np.repeat([-3e-6, 1e-7, 1e-3], [tune.ROUNDS // 4, tune.ROUNDS - 2 * (tune.ROUNDS // 4), tune.ROUNDS // 4])
+    noisy, left_out, _ = tune.constants(_rounds(signal=some))
+    assert noisy.latency == 1e-7 and left_out == tune.ROUNDS // 4
+    assert replace(noisy, latency=topology.latency) == topology
+
+
+@pytest.mark.parametrize("what", ["signal", "move", "small", "large"])
+def test_there_is_a_reason_not_to_keep_what_cannot_be_or_varies(what: str) -> None:
+    half = tune.ROUNDS // 2
+    quiet: np.ndarray = {"signal": 1e-7, "move": 5e-8, "small": 2e-5, "large": 2e-3}[what] * np.ones(tune.ROUNDS)
+    names = {"signal": "a signal", "move": "a Move", "small": "3,145,728 bytes", "large": "50,331,648 bytes"}
+    for factors, told in ((-1e-3, "seemed to take no time"), (10, "in one round and")):
+        disturbed = quiet * np.repeat([factors, 1], [tune.ROUNDS - half, half])
+        _, _, doubts = tune.constants(_rounds(**{what: disturbed}))
+        assert doubts and all(doubt.startswith(names[what]) and told in doubt for doubt in doubts)
 
 
 def test_what_is_measured_is_kept_for_as_many_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tune, "spawn", lambda fn, ranks, backend: [SLOW_MEMORY] * ranks)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
+    monkeypatch.setattr(tune, "spawn", lambda fn, ranks, backend: [_rounds()] * ranks)
     assert tune.main(["-n", "2"]) == 0
     out = capsys.readouterr().out
     assert "a signal takes 0.10 us" in out and str(measured.path(2)) in out
-    assert measured.kept(2) == SLOW_MEMORY and measured.kept(3) is None
+    assert measured.kept(2) == tune.constants(_rounds())[0] and measured.kept(3) is None
     assert predict_main(["all_reduce", "two_shot", "-n", "2", "-b", "8"]) == 0
     assert "2 ranks on this machine" in capsys.readouterr().out
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
-    monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
-    assert tune.main([]) == 0
-    assert capsys.readouterr().out.startswith("3 ranks:")  # one for each processor that there is for them
+    assert tune.main([]) == 0  # one for each processor that there is for them
+    assert capsys.readouterr().out.startswith("measuring with 3 ranks on 3 processors")
     measured.path(2).write_text("{")
     assert measured.kept(2) is None  # damaged: as if never measured
+
+
+@pytest.mark.parametrize(("ranks", "told"), [("1", "nobody to talk to"), ("13", "-n is 12 or less here")])
+def test_numbers_of_ranks_that_say_nothing_are_refused_at_once(
+    ranks: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
     with pytest.raises(SystemExit):
-        tune.main(["-n", "1"])
+        tune.main(["-n", ranks])
+    assert told in capsys.readouterr().err
 
 
-def test_what_cannot_be_is_not_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a busy machine moving the bytes may seem to take no longer than entering the call."""
-    busy = tune.fit(2, 1e-6, 1e-7, {MIB: 1e-8, 2 * MIB: 1e-4}, {MIB: 1e-8, 2 * MIB: 1e-4})
+def test_what_was_measured_beside_other_programs_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = _rounds(signal=np.full(tune.ROUNDS, -1e-8))
     monkeypatch.setattr(tune, "spawn", lambda fn, ranks, backend: [busy] * ranks)
     assert tune.main(["-n", "2"]) == 1
-    assert "try again when the machine is quiet" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert (
+        "a signal seemed to take no time, in 15 of 15 rounds" in told and "try again when the machine is quiet" in told
+    )
     assert measured.kept(2) is None
 
 
