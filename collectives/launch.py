@@ -25,8 +25,9 @@ from collectives import threads
 from collectives.environment import RESTART
 from collectives.errors import CollectiveError, PeerLostError
 from collectives.failure import Failure, RankTraceback, Reports
-from collectives.output import PrefixedOutput
+from collectives.output import WholeLines
 from collectives.ranks import ASKED_GRACE, GRACE, Rank, Ranks, die_with
+from collectives.wording import counted
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -235,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     size = threads.here(1) if options.ranks is None else options.ranks
     least = size if options.min_ranks is None else options.min_ranks
     if least > size:
-        parser.error(f"--min-ranks {least} is more than the {size} ranks to begin with")
+        parser.error(f"--min-ranks {least} is more than the {counted(size, 'rank')} to begin with")
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # as some parents leave it: exit codes would be lost
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     suspect = None
@@ -247,7 +248,8 @@ def main(argv: Sequence[str]) -> int:
             size, suspect = size - 1, None
         else:
             suspect = cause
-        print(f"mgpu run: restart {attempt + 1} of {options.restarts}, with {size} ranks", file=sys.stderr, flush=True)
+        now = f"restart {attempt + 1} of {options.restarts}, with {counted(size, 'rank')}"
+        print(f"mgpu run: {now}", file=sys.stderr, flush=True)
     raise AssertionError("the last attempt returns")
 
 
@@ -260,9 +262,11 @@ def _run(options: argparse.Namespace, size: int, attempt: int) -> tuple[int, int
         stack.callback(ranks.close)
         received = stack.enter_context(_forwarding_signals(ranks))
         reports = stack.enter_context(Reports())
-        output = PrefixedOutput()
-        stream = subprocess.PIPE if options.prefix else None
-        # Without buffers a line leaves in pieces, and those of several ranks would mix where they share one output.
+        output = WholeLines(options.prefix)
+        out, err = (_way(descriptor, size, options.prefix) for descriptor in (1, 2))
+        if out == err == subprocess.PIPE and os.path.sameopenfile(1, 2):
+            err = subprocess.STDOUT  # what a rank writes to the two keeps its order
+        # Lines that say whose they are are for somebody who watches.
         extra = {"PYTHONUNBUFFERED": "1"} if options.prefix else {}
         extra[RESTART] = str(attempt)
         if options.timeline:
@@ -272,8 +276,8 @@ def _run(options: argparse.Namespace, size: int, attempt: int) -> tuple[int, int
                 command,
                 {**reports.variables, **extra},
                 stdin=None if number == 0 else subprocess.DEVNULL,  # as with mpirun
-                stdout=stream,
-                stderr=stream,
+                stdout=out,
+                stderr=err,
                 pass_fds=[reports.writer],
                 preexec_fn=die_with(os.getpid()),  # this process has one thread
             )
@@ -301,6 +305,15 @@ def _run(options: argparse.Namespace, size: int, attempt: int) -> tuple[int, int
         return status if status > 0 else 128 - status, root.number
 
 
+def _way(descriptor: int, size: int, prefixed: bool) -> int | None:
+    """Where a rank's output goes: through a pipe and on in whole lines, or (None) straight to where ours goes.
+
+    Straight to a terminal, so that ranks see one: there Python writes a line in one piece. Elsewhere it writes buffers,
+    which end within a line, or without buffers a line's text and its end apart.
+    """
+    return subprocess.PIPE if prefixed or (size > 1 and not os.isatty(descriptor)) else None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mgpu run",
@@ -314,7 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", "-np", type=_count, metavar="N", dest="ranks", help="ranks (default: one per processor)")
     parser.add_argument("--threads", type=_count, metavar="K", help="threads in each rank's pools (default: its share)")
     parser.add_argument("--pin", action="store_true", help="keep each rank on processors of its own")
-    parser.add_argument("--prefix", action="store_true", help="put [rank] before every line of output, and mix none")
+    parser.add_argument("--prefix", action="store_true", help="put [rank] before every line of output, at once")
     parser.add_argument("--restarts", type=_number, default=0, metavar="R", help="start again after up to R failures")
     parser.add_argument(
         "--min-ranks",
@@ -340,7 +353,7 @@ def _number(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def _watch(ranks: Ranks, reports: Reports, output: PrefixedOutput, received: list[int]) -> list[Rank]:
+def _watch(ranks: Ranks, reports: Reports, output: WholeLines, received: list[int]) -> list[Rank]:
     """Wait until all ranks have ended, or until a few seconds after the first failure; the failed ones, in order."""
     failed: list[Rank] = []
     deadline = _FOREVER

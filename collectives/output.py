@@ -1,4 +1,4 @@
-"""The ranks' output with the rank before every line."""
+"""The ranks' output, in whole lines."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from collectives.channel import wait_for
 _DRAIN = 1.0  # seconds
 
 
-class PrefixedOutput:
+class WholeLines:
     """Copies pipes line by line. What ends in a carriage return, as a progress bar does, is a line too."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefixed: bool) -> None:
+        """prefixed: whether the rank is put before every line."""
         self.pipes: dict[int, tuple[bytes, BinaryIO]] = {}  # descriptor -> prefix, sink
+        self._prefixed = prefixed
         self._partial: dict[int, bytes] = {}
 
     def add(self, pipe: int, rank: int, sink: BinaryIO) -> None:
         """Copy this pipe, which remains the caller's to close."""
-        self.pipes[pipe] = b"[%d] " % rank, sink
+        self.pipes[pipe] = b"[%d] " % rank if self._prefixed else b"", sink
         self._partial[pipe] = b""
 
     def pump(self, ready: Iterable[int]) -> None:

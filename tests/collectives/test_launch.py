@@ -427,6 +427,37 @@ print("no end", end="")
     assert run(tmp_path, text, options=("-n", "1")).stdout == "one\ntwo\nno end"
 
 
+def test_lines_stay_whole_where_output_is_no_terminal(tmp_path):
+    text = """
+for number in range(300):
+    print(sys.argv[1] * 50)  # text and end apart, where there are no buffers
+    print(sys.argv[1] * 50, file=sys.stderr)
+print("no end", end="")
+"""
+    (tmp_path / "program.py").write_text(f"import sys\n{text}")
+    for unbuffered in ("1", ""):
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, "0.5", "-n", "3", "program.py", "long "],
+            cwd=tmp_path, env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=50,
+        )  # fmt: skip
+        assert done.returncode == 0
+        assert sorted(done.stdout.splitlines()) == ["long " * 50] * 1800 + ["no end"] * 3
+
+
+def test_one_pipe_for_both_keeps_a_rank_s_order(tmp_path):
+    text = "import sys\nfor n in range(50): print(n, flush=True); print(n + 0.5, file=sys.stderr)"
+    (tmp_path / "program.py").write_text(text)
+    command = [sys.executable, "-c", RUN, "0.5", "-n", "2", "program.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=50
+    )
+    seen = {}
+    for number in map(float, done.stdout.split()):  # two of each, one behind the other in either rank
+        seen.setdefault(number, []).append(len(seen))
+    assert list(seen) == sorted(seen) and len(seen) == 100
+
+
 def test_what_ranks_have_started_may_go_on_writing(tmp_path):
     text = """
 import subprocess
