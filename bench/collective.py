@@ -27,8 +27,9 @@ from bench.crew import Crew, Launch, python, start
 from bench.inputs import OPERATIONS
 from bench.samples import LIMIT_FROM, Measurement, Row, summarise, write_csv, write_json
 from bench.states import FAR, NEAR
-from collectives.builder import algorithms
+from collectives.builder import algorithms, register_from
 from collectives.initialise import BACKENDS
+from collectives.wording import counted
 from kernels.dtypes import find
 
 _DTYPES = {**{nccl: name for name, nccl in table.NCCL_NAMES.items()}, **{name: name for name in table.NCCL_NAMES}}
@@ -38,6 +39,8 @@ def run(collective: str, argv: Sequence[str]) -> int:
     """Run the benchmark of this collective; 1 if one of our results was wrong."""
     flags = parser(collective)
     arguments = flags.parse_args(argv)
+    for place in arguments.imports:
+        register_from(place)
     try:
         cases = list(plan_cases(collective, arguments))
         against, remarks = peers.choose(arguments.against, arguments.ranks, len(os.sched_getaffinity(0)))
@@ -86,6 +89,14 @@ def parser(collective: str) -> argparse.ArgumentParser:
     add("-r", "--root", default="0", help=f"root, or all; of {', '.join(case.ROOTED)} (default 0)")
     add("--memory", choices=["symmetric", "ordinary", "both"], default="symmetric", help="of our arrays")
     add("--algorithm", type=_words, default=[None], help="ours, separated by commas (default: what select chooses)")
+    add(
+        "--import",
+        action="append",
+        default=[],
+        metavar="FILE.py|MODULE",
+        dest="imports",
+        help="where algorithms of your own are registered",
+    )
     add("--plan", action="store_true", help="time calls through comm.plan as well")
     add("--backend", type=_words, default=["auto"], help="ours, separated by commas (default auto)")
     add(
@@ -136,7 +147,7 @@ def plan_cases(collective: str, arguments: argparse.Namespace) -> list[Case]:
             cases.append(Case(collective, count * blocks * itemsize, count, dtype, op, root, in_place))
     cases = [case for case in dict.fromkeys(cases) if case.count]
     if not cases:
-        what = "an element" if blocks == 1 else f"an element for each of {blocks} ranks"
+        what = "an element" if blocks == 1 else f"an element for each of {counted(blocks, 'rank')}"
         raise ValueError(f"no size from {arguments.minbytes} to {arguments.maxbytes} bytes holds {what}")
     return cases
 
@@ -183,7 +194,7 @@ def write(
     if arguments.csv:
         write_csv(arguments.csv, rows)
     if arguments.plot:
-        plot.draw(rows, arguments.plot, f"{collective}, {arguments.ranks} ranks; {record.machine()}")
+        plot.draw(rows, arguments.plot, f"{collective}, {counted(arguments.ranks, 'rank')}; {record.machine()}")
 
 
 def verdict(rows: Sequence[Row]) -> int:
@@ -198,8 +209,9 @@ def verdict(rows: Sequence[Row]) -> int:
 def describe(collective: str, arguments: argparse.Namespace) -> str:
     """The first line: when, where, and with what numbers."""
     return (
-        f"{collective}: {arguments.ranks} ranks, {arguments.rounds} rounds of up to {arguments.iters} calls after "
-        f"{arguments.warmup_iters}, inputs refilled before each; {datetime.now():%Y-%m-%d %H:%M}; {record.machine()}"
+        f"{collective}: {counted(arguments.ranks, 'rank')}, {counted(arguments.rounds, 'round')} of up to "
+        f"{counted(arguments.iters, 'call')} after {arguments.warmup_iters}, inputs refilled before each; "
+        f"{datetime.now():%Y-%m-%d %H:%M}; {record.machine()}"
     )
 
 
@@ -215,13 +227,14 @@ def launches(names: Sequence[str], arguments: argparse.Namespace) -> dict[str, L
         if "mpi" in backend.split("+"):
             if not mpis:
                 raise peers.PeerError(f"backend {backend} needs an MPI. {peers.no_mpi()}")
-            found[_crew(backend)] = next(iter(mpis.values())).launch(ranks, python(_OVER_MPI.format(backend=backend)))
+            code = _OVER_MPI.format(backend=backend, imports=arguments.imports)
+            found[_crew(backend)] = next(iter(mpis.values())).launch(ranks, python(code))
         else:
-            found[_crew(backend)] = _spawned(ranks, backend)
+            found[_crew(backend)] = _spawned(ranks, backend, arguments.imports)
     for name in names:
         worker = [sys.executable, "-m", "bench.worker", name, str(ranks)]
         if name == "nccl":
-            found[name] = _spawned(ranks, name)
+            found[name] = _spawned(ranks, name, arguments.imports)
         else:
             found[name] = mpis[name].launch(ranks, worker) if name in mpis else Launch.each(ranks, worker)
     return found
@@ -231,13 +244,13 @@ _OVER_MPI = """
 import collectives
 from bench.worker import sample_ours
 with collectives.init(backend={backend!r}) as comm:
-    sample_ours(comm)
+    sample_ours(comm, {imports!r})
 """
 
 
-def _spawned(ranks: int, backend: str) -> Launch:
-    code = f"from collectives import spawn; from bench.worker import sample_ours; spawn(sample_ours, {ranks}"
-    return Launch([python(f"{code}, backend={backend!r})")], [{}])
+def _spawned(ranks: int, backend: str, imports: Sequence[str]) -> Launch:
+    call = f"spawn(sample_ours, {ranks}, ({imports!r},), backend={backend!r})"
+    return Launch([python(f"from collectives import spawn; from bench.worker import sample_ours; {call}")], [{}])
 
 
 def _crew(backend: str) -> str:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from bench import candidates, inputs
 from bench.case import Case, outcome, views
 from bench.crew import ADDRESS, FOLDER, RANK, Message
 from bench.pace import Pace
+from collectives.builder import register_from
 from collectives.initialise import ON_GPU
 from kernels.dtypes import find
 
@@ -36,8 +37,10 @@ def run() -> None:
         sample_with(candidates.Mpi())
 
 
-def sample_ours(comm: Any) -> None:
-    """What runs in each of our ranks."""
+def sample_ours(comm: Any, imports: Sequence[str] = ()) -> None:
+    """What runs in each of our ranks; `imports` register algorithms."""
+    for place in imports:
+        register_from(place)
     sample_with((candidates.OnGpu if comm.backend in ON_GPU else candidates.Collectives)(comm))
 
 

@@ -16,8 +16,13 @@ brings and wants itself is copied by itself.
 
 from __future__ import annotations
 
+import errno
+import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, overload
 
 from collectives.contract import COLLECTIVES, Contract
@@ -145,6 +150,26 @@ def algorithm(collective: str, name: str | None = None) -> Callable[[AlgorithmT]
         return function
 
     return register
+
+
+def register_from(place: str) -> None:
+    """Import a file (NAME.py) or a module, for the algorithms that it registers.
+
+    FileNotFoundError, ModuleNotFoundError, and whatever it raises itself.
+    """
+    file = Path(place).resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # of a module, this folder; a file may import its neighbours
+    if file.suffix != ".py":
+        importlib.import_module(place)
+        return
+    if not file.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(file.stem, module)
+    spec.loader.exec_module(module)
 
 
 def algorithms(collective: str) -> dict[str, Algorithm]:

@@ -10,12 +10,13 @@ from functools import cache
 from typing import Any
 
 from collectives import cost, measured
-from collectives.builder import algorithms
+from collectives.builder import algorithms, register_from
 from collectives.contract import COLLECTIVES
 from collectives.lowering import build
 from collectives.memory import SLOTS, parse_bytes
 from collectives.program import Buffer, Move, Program, Signal
 from collectives.verify import verify
+from collectives.wording import counted
 
 LEGEND = """\
 3 from 1   fetches chunk 3 from rank 1         3 stays    copies chunk 3 of its input to its output
@@ -84,8 +85,8 @@ def verify_main(argv: Sequence[str]) -> int:
             verify(program)
             seconds = time.perf_counter() - start
             print(
-                f"{program.collective} by {program.algorithm}, {chosen.ranks} ranks, {memory} memory: right. "
-                f"{_counts(program)}; {seconds:.2f} s"
+                f"{program.collective} by {program.algorithm}, {counted(chosen.ranks, 'rank')}, {memory} memory: "
+                f"right. {_counts(program)}; {seconds:.2f} s"
             )
             if chosen.draw:
                 print(f"\n{draw(program)}\n")
@@ -98,7 +99,7 @@ def _counts(program: Program) -> str:
     instructions = [instruction for body in program.bodies for instruction in body]
     moves = sum(isinstance(i, Move) for i in instructions)
     signals = sum(isinstance(i, Signal) for i in instructions)
-    return f"{moves} moves, {signals} signals, {program.cells} cells of scratch"
+    return f"{counted(moves, 'move')}, {counted(signals, 'signal')}, {counted(program.cells, 'cell')} of scratch"
 
 
 def predict_main(argv: Sequence[str]) -> int:
@@ -110,8 +111,8 @@ def predict_main(argv: Sequence[str]) -> int:
         "this machine, if mgpu tune has measured it for as many, else on one plausible host.",
     )
     _add_what(parser)
-    parser.add_argument("-b", "--minbytes", default="8", help="smallest message (8)")
-    parser.add_argument("-e", "--maxbytes", default="128M", help="largest message (128M)")
+    parser.add_argument("-b", "--minbytes", type=_size, default="8", help="smallest message (8)")
+    parser.add_argument("-e", "--maxbytes", type=_size, default="128M", help="largest message (128M)")
     parser.add_argument("-f", "--factor", type=int, default=16, help="from one size to the next (16)")
     parser.add_argument("--topology", help="a JSON file that says where ranks are and how fast everything is")
     parser.add_argument("--closed", action="store_true", help="by formula instead of by replay, for very many ranks")
@@ -121,7 +122,7 @@ def predict_main(argv: Sequence[str]) -> int:
     names = _names(parser, chosen)
     if chosen.closed:
         names = [name for name in names if (chosen.collective, name) in cost.FORMS] or names
-    size, last = parse_bytes(chosen.minbytes, "-b"), parse_bytes(chosen.maxbytes, "-e")
+    size, last = chosen.minbytes, chosen.maxbytes
     if size < 1 or chosen.factor < 2:
         parser.error("sizes start at 1 byte, and grow by a factor of at least 2")
 
@@ -132,7 +133,8 @@ def predict_main(argv: Sequence[str]) -> int:
 
     if not chosen.closed:
         build_once(names[0], False)  # whatever is wrong is said before the table begins
-    print(f"{chosen.collective}, {topology.size} ranks on {_where(chosen, topology, found is not None)}: microseconds")
+    where = _where(chosen, topology, found is not None)
+    print(f"{chosen.collective}, {counted(topology.size, 'rank')} on {where}: microseconds")
     print(f"{'bytes':>12}" + "".join(f"{name:>20}" for name in names))
     while size <= last:
         times = [_time(chosen, name, size, topology, build_once) for name in names]
@@ -174,10 +176,25 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("collective", choices=sorted(COLLECTIVES))
     parser.add_argument("algorithm", nargs="?", help="one of the collective's algorithms (all of them)")
     parser.add_argument("-n", "--ranks", type=int, default=4, help="number of ranks (4)")
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        metavar="FILE.py|MODULE",
+        dest="imports",
+        help="where algorithms of your own are registered",
+    )
     parser.add_argument("--memory", choices=["symmetric", "staged"], help="what ranks can see of each other's memory")
     parser.add_argument(
         "-o", "--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of the algorithm"
     )
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -189,6 +206,8 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _names(parser: argparse.ArgumentParser, chosen: argparse.Namespace) -> list[str]:
+    for place in chosen.imports:
+        register_from(place)
     known = sorted(algorithms(chosen.collective))
     if chosen.algorithm is None:
         return known

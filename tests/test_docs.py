@@ -77,7 +77,7 @@ def commands() -> Iterator[Any]:
         lines += [code for line in prose.splitlines() if line[:4].strip() for code in re.findall(r"`([^`]+)`", line)]
         for line in dict.fromkeys(lines):
             if COMMAND.match(line) and not re.search(r"\b[A-Z]{2,}\b(?!=)|\.\.\.", line.partition("#")[0]):
-                yield pytest.param(line, id=f"{page}: {line.partition('#')[0].strip()}")
+                yield pytest.param(page, line, id=f"{page}: {line.partition('#')[0].strip()}")
 
 
 @cache
@@ -111,9 +111,9 @@ class Parsed(BaseException):
     """The arguments are right. Nothing is done with them."""
 
 
-@pytest.mark.parametrize("line", list(commands()))
+@pytest.mark.parametrize(("page", "line"), list(commands()))
 def test_a_command_exists_and_takes_these_arguments(
-    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, *arguments = shlex.split(line, comments=True)
     if program == "make":
@@ -126,6 +126,14 @@ def test_a_command_exists_and_takes_these_arguments(
         return
     if program == "mgpu" and len(arguments) == 1:
         assert arguments[0] in {**cli.COMMANDS, **cli.GROUPS}
+        return
+    if "--import" in arguments:  # from an example of the same page; in a process of its own, which forgets it
+        for example in (param.values[0] for param in examples()):
+            if example.page == page:
+                (tmp_path / example.name).write_text(example.code)
+        command = [sys.executable, "-m", "mgpu_core", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=100)
         return
     if program == "mgpu" and arguments[0] in ("verify", "predict"):  # quick enough to be done
         assert cli.main(arguments) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,12 @@ def test_wrong_usage(arguments: list[str], complaint: str, capsys: pytest.Captur
         assert complaint in err and not out
 
 
+def test_a_size_that_is_none_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        predict_main(["all_reduce", "ring", "-b", "small"])
+    assert "-b/--minbytes: 'small' is not a size; expected bytes, or a number with K" in capsys.readouterr().err
+
+
 def test_predict_marks_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
     assert predict_main(["all_reduce", "-n", "8", "-b", "8", "-e", "32M", "-f", "64"]) == 0
     title, head, *rows = capsys.readouterr().out.splitlines()
@@ -133,3 +140,28 @@ def test_the_documentation_names_every_algorithm() -> None:
     for collective in COLLECTIVES:
         for name in builder.algorithms(collective):
             assert f"`{name}`" in text, f"{collective} by {name}"
+
+
+def test_algorithms_of_one_s_own_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a file, with its neighbours, or from a module in the working folder; what is not there is named."""
+    known = builder.algorithms("all_reduce")
+    monkeypatch.setattr(builder, "_registered", {**builder._registered, "all_reduce": known})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    text = "import collectives\n\n@collectives.algorithm('all_reduce')\ndef {name}(chunks, size):\n"
+    star = "    chunks.reduce([chunks(rank=r) for r in range(size)], rank=0).copy_to(range(size))\n"
+    (tmp_path / "there" / "star_of_mine.py").write_text("import neighbour_of_mine\n" + text.format(name="star") + star)
+    (tmp_path / "there" / "neighbour_of_mine.py").write_text("")
+    (tmp_path / "wrong_of_mine.py").write_text(text.format(name="wrong") + "    chunks(rank=0)\n")
+    assert verify_main(["all_reduce", "star", "-n", "3", "--import", "there/star_of_mine.py"]) == 0
+    assert capsys.readouterr().out.count("all_reduce by star, 3 ranks") == 2
+    assert predict_main(["all_reduce", "star", "-n", "3", "--import", "there/star_of_mine.py"]) == 0
+    with pytest.raises(ProgramError):
+        verify_main(["all_reduce", "wrong", "-n", "3", "--import", "wrong_of_mine"])
+    with pytest.raises(FileNotFoundError) as missing:
+        verify_main(["all_reduce", "--import", "nowhere.py"])
+    assert missing.value.filename == "nowhere.py"
