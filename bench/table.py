@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from bench.samples import Row, best_peer
 from bench.sizes import format_size
@@ -23,11 +23,10 @@ NCCL_NAMES = {
     "uint64": "uint64",
 }
 LEGEND = (
-    "best: the fastest peer's time over this one's; limit: the share of what memory allows, by a += b; "
-    "state: cores near or far, samples"
+    "time in us, algbw and busbw in GB/s; best: the fastest peer's time over this one's;\n"
+    "# limit: the share of what memory allows, by a += b; state: cores near or far, samples"
 )
-_CASE = "{:>12} {:>12} {:>9} {:>7} {:>5}  "
-_BLOCK = "{:>9} {:>7} {:>7} {:>6} {:>6} {:>6} {:>8}"
+_BLOCK = ("time", "algbw", "busbw", "#wrong", "best", "limit", "state")
 
 
 def results(rows: Sequence[Row]) -> Iterator[str]:
@@ -36,20 +35,27 @@ def results(rows: Sequence[Row]) -> Iterator[str]:
     - `best`: the fastest peer's time over this one's (above 1: faster than all peers);
     - `limit`: the memory limit's time over this one's (1: as fast as the memory allows);
     - `state`: the machine's, and how many samples were taken in it.
+
+    What is the same in every line (type, redop, root) is said once, above; a column of which nothing is known is left
+    out; and columns are as wide as what is in them.
     """
-    width = max([9, *(len(row.label) for row in rows)])
-    block = " ".join(["{}"] * 2)
-    placements = "  ".join(f"{title:^{len(_block())}}" for title in ("out-of-place", "in-place"))
-    names = _CASE.format("size", "count", "type", "redop", "root")
-    titles = _BLOCK.format("time", "algbw", "busbw", "#wrong", "best", "limit", "state")
-    units = _BLOCK.format("(us)", "(GB/s)", "(GB/s)", "", "(x)", "", "")
-    empty = " " * len(names)
-    yield f"# {empty}{'':{width}} {placements}"
-    yield f"# {names}{'candidate':{width}} {block.format(titles, ' ' + titles)}"
-    yield f"# {_CASE.format('(B)', '(elements)', '', '', '')}{'':{width}} {block.format(units, ' ' + units)}"
+    cases, placed = [], []
     for (label, nbytes, count, dtype, op, root), pair in _pairs(rows).items():
-        what = _CASE.format(nbytes, count, NCCL_NAMES[dtype], op, root)
-        yield f"  {what}{label:{width}} {block.format(_block(pair.get(False)), ' ' + _block(pair.get(True)))}"
+        cases.append([str(nbytes), str(count), NCCL_NAMES[dtype], op, str(root), label])
+        placed.append([_block(pair.get(in_place)) for in_place in (False, True)])
+    titles = ["size", "count", "type", "redop", "root", "candidate"]
+    same = [number for number in (2, 3, 4) if len({case[number] for case in cases}) == 1]
+    if same:
+        yield "# " + ", ".join(f"{titles[number]} {cases[0][number]}" for number in same)
+    shown = [number for number in range(len(titles)) if number not in same]
+    known = [n for n, _ in enumerate(_BLOCK) if any(block[n] != "-" for pair in placed for block in pair)]
+    lines = [[titles[n] for n in shown], *([case[n] for n in shown] for case in cases)]
+    blocks = [[[_BLOCK[n] for n in known]] * 2, *([[block[n] for n in known] for block in pair] for pair in placed)]
+    left = _aligned(lines, names={len(shown) - 1})
+    out_of_place, in_place = (_aligned([block[side] for block in blocks]) for side in (0, 1))
+    yield f"# {'':{len(left[0])}}  {'out-of-place':^{len(out_of_place[0])}}  {'in-place':^{len(in_place[0])}}".rstrip()
+    for number, parts in enumerate(zip(left, out_of_place, in_place, strict=True)):
+        yield f"{' ' if number else '#'} {'  '.join(parts)}"
 
 
 def against_peers(rows: Sequence[Row], ours: str) -> Iterator[str]:
@@ -86,19 +92,29 @@ def _pairs(rows: Sequence[Row]) -> dict[tuple[str, int, int, str, str, int], dic
     return dict(sorted(pairs.items(), key=lambda item: order[item[0][1:]]))
 
 
-def _block(row: Row | None = None) -> str:
+def _block(row: Row | None) -> list[str]:
+    """A line's cells for one placement, `-` for what is not known."""
     if row is None:
-        return _BLOCK.format(*["-"] * 7)
+        return ["-"] * len(_BLOCK)
     best = best_peer(row)
-    return _BLOCK.format(
+    return [
         significant(row.microseconds),
         f"{row.algbw:.2f}",
         f"{row.busbw:.2f}",
-        row.wrong,
+        str(row.wrong),
         "-" if best is None else f"{best:.2f}",
         "-" if row.of_limit is None else f"{row.of_limit:.0%}",
         f"{row.state}:{row.samples}",
-    )
+    ]
+
+
+def _aligned(lines: Sequence[Sequence[str]], names: Container[int] = ()) -> list[str]:
+    """Lines of cells as wide as their columns need: those of `names` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return [
+        " ".join(f"{cell:{'<' if n in names else '>'}{width}}" for n, (cell, width) in enumerate(zip(line, widths)))
+        for line in lines
+    ]
 
 
 def significant(microseconds: float) -> str:
