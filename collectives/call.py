@@ -23,6 +23,7 @@ INTERNAL = 1  # the scale of a call that the package makes for itself, within an
 ORDINARY = -1  # the location of an array outside symmetric memory
 
 _CALLS = tuple(COLLECTIVES)
+_UNEVEN = ("all_gather", "gather", "scatter")  # which ranks with different numbers of rows may have meant to call
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ def disagreement(number: int, words: Sequence[tuple[int, ...]]) -> str:
     for rank, page in enumerate(words):
         groups.setdefault(describe(page), []).append(rank)
     told = "; ".join(f"{name_ranks(ranks)} called {what}" for what, ranks in groups.items())
-    return f"the ranks disagree in call {number}: {told}"
+    uneven = len({(what, scale) for what, _, scale, *_ in words}) == 1 and _CALLS[words[0][0] & 0xFF] in _UNEVEN
+    hint = "; where ranks have different numbers of rows, each passes the same counts=" if uneven else ""
+    return f"the ranks disagree in call {number}: {told}{hint}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

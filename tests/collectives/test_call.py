@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import premul_sum
-from collectives.call import INTERNAL, Call, describe, make_call, scale_bits, scale_value
+from collectives.call import INTERNAL, Call, describe, disagreement, make_call, scale_bits, scale_value
 from collectives.contract import COLLECTIVES
 from kernels.dtypes import DTYPES, OPERATIONS, find
 
@@ -69,6 +69,15 @@ def test_in_words(call: Call, text: str) -> None:
 def test_counts_and_algorithm_show_as_hashes() -> None:
     text = describe(make_call("gather", find("float32"), 3, counts=(1, 2), algorithm="tree").signature())
     assert text.startswith("gather(float32, count 3, root 0, counts with hash ") and "algorithm with hash" in text
+
+
+def test_other_numbers_of_rows_are_told_of_counts() -> None:
+    def told(collective: str, other: str = "float32") -> str:
+        kinds = (("float32", 6), (other, 9))
+        return disagreement(2, [make_call(collective, find(name), count).signature() for name, count in kinds])
+
+    assert told("all_gather").endswith("; where ranks have different numbers of rows, each passes the same counts=")
+    assert "counts" not in told("all_reduce") + told("all_gather", "float64")
 
 
 @given(st.floats())
