@@ -87,7 +87,7 @@ def test_convolution_in_several_blocks(dtype):
     weight = rng.standard_normal((7, 24, 3, 5)).astype(dtype)
     y = portable.conv2d(x, weight, None, (1, 1), (1, 2))
     columns = 24 * 15 * y[:, 0].size
-    assert columns > 2 * cpu.convolution._BLOCK and columns % cpu.convolution._BLOCK
+    assert columns > 2 * cpu.columns._BLOCK and columns % cpu.columns._BLOCK
     scale = np.sqrt(24 * 15)
     close(cpu.conv2d(x, weight, None, (1, 1), (1, 2)) / scale, y / scale, dtype)
     dx = portable.conv2d_input_gradient(y, weight, x.shape, (1, 1), (1, 2))
