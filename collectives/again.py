@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import numpy as np
 from collectives.arrays import Array
 from collectives.backends.base import Backend, Ready
 from collectives.call import Call, PremulSum
+from collectives.table import Table
 from kernels import again as layout
 from kernels import native
 
@@ -41,16 +41,12 @@ class Again:
     `release`; whoever else touches the table holds it."""
 
     def __init__(self, backend: Backend, acquire: Callable[[], bool], release: Callable[[], None]) -> None:
-        self._words = np.zeros(layout.TABLE_ROWS + layout.MOST_ROWS * layout.ROW_WORDS, np.int64)
-        self._address = int(self._words.ctypes.data)
-        self._rows = self._words[layout.TABLE_ROWS :].reshape(layout.MOST_ROWS, layout.ROW_WORDS)
-        self._words[: layout.TABLE_PENDING] = (
-            id(acquire), id(release), id(None), id(np.ndarray), object.__basicsize__, backend.rank, *backend.heap,
-        )  # fmt: skip
-        self._objects: list[object] = [acquire, release]  # whose addresses are in the table
+        self._table = Table(layout.TABLE_ROWS + layout.MOST_ROWS * layout.ROW_WORDS, backend, acquire, release)
+        self._rows = self._table.words[layout.TABLE_ROWS :].reshape(layout.MOST_ROWS, layout.ROW_WORDS)
+        self._terms: list[Terms] = []  # whose addresses are in the table
         self.known: list[Known] = []
-        self.pending = ctypes.c_int64.from_address(self._address + 8 * layout.TABLE_PENDING)
-        self.call = native.short_way(self._address)
+        self.pending = self._table.pending
+        self.call = native.short_way(self._table.address)
 
     def learn(self, known: Known, terms: Terms, x: Array, count: int, ahead: int | None) -> bool:
         """Remember a call, if there is room: whether there is.
@@ -62,7 +58,7 @@ class Again:
         if x.ndim > layout.MOST_DIMS or not all(map(_has_one, terms)):
             return True
         header = object.__basicsize__
-        found = layout.find_row(self._address, id(x) + header, *map(id, terms))
+        found = layout.find_row(self._table.address, id(x) + header, *map(id, terms))
         if found >= 0:
             if known.shape is not None:
                 self.known[found].shape = known.shape
@@ -72,17 +68,17 @@ class Again:
         if number == layout.MOST_ROWS:
             return False
         self.known.append(known)
-        self._objects.append(terms)
+        self._terms.append(terms)
         row = self._rows[number]
         row[: layout.ROW_DTYPE] = [id(term) for term in terms]
-        row[layout.ROW_DTYPE] = layout.dtype_of(self._address, id(x) + header)
+        row[layout.ROW_DTYPE] = layout.dtype_of(self._table.address, id(x) + header)
         row[layout.ROW_BYTES] = x.nbytes
         row[layout.ROW_OUT_COUNT], row[layout.ROW_OUT_BYTES] = count, count * x.itemsize
         row[layout.ROW_AHEAD] = layout.NEVER if ahead is None else ahead
         row[layout.ROW_FRESH] = known.shape is not None
         row[layout.ROW_NDIM] = x.ndim
         row[layout.ROW_DIMS : layout.ROW_DIMS + x.ndim] = x.shape
-        self._words[layout.TABLE_SLOTS + ~found] = number + 1
+        self._table.words[layout.TABLE_SLOTS + ~found] = number + 1
         return True
 
     def lacks_job(self, number: int, symmetric: int) -> bool:

@@ -9,7 +9,6 @@ aside, so any order of receiving is right.
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ import numpy as np
 from collectives.arrays import Array, address
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveMismatchError, CollectiveTimeoutError
+from collectives.table import Table
 from collectives.watch import Watch
 from collectives.wording import counted
 from kernels import again, native
@@ -231,13 +231,8 @@ class ShortWay:
 
     def __init__(self, shm: Shm, ends: Array, acquire: Callable[[], bool], release: Callable[[], None]) -> None:
         """`ends`: for each rank the addresses of the ends that send to it and receive from it, or 0."""
-        self._words = np.zeros(layout.TABLE_WORDS, np.int64)
-        self._keep = acquire, release, ends
-        place = address(self._words)
-        self._words[: again.TABLE_PENDING] = (
-            id(acquire), id(release), id(None), id(np.ndarray), object.__basicsize__, shm.rank, *shm.heap,
-        )  # fmt: skip
-        self.pending = ctypes.c_int64.from_address(place + 8 * again.TABLE_PENDING)
+        self._table = table = Table(layout.TABLE_WORDS, shm, acquire, release)
+        self._words, self._ends, self.pending = table.words, ends, table.pending
         self._words[layout.TABLE_INTEGER] = id(int)
         self._words[layout.TABLE_BELL] = shm.regions[shm.rank].bell
         self._words[layout.TABLE_SPINS], self._words[layout.TABLE_YIELDS] = shm.patience
@@ -246,9 +241,9 @@ class ShortWay:
         self._words[layout.TABLE_DTYPES] = len(DTYPES)
         for i, dtype in enumerate(DTYPES):
             first = layout.TABLE_DTYPES + 1 + layout.DTYPE_WORDS * i
-            told = again.dtype_of(place, id(np.empty(0, dtype.numpy)) + object.__basicsize__)
+            told = again.dtype_of(table.address, id(np.empty(0, dtype.numpy)) + object.__basicsize__)
             self._words[first : first + layout.DTYPE_WORDS] = told, dtype.code, dtype.itemsize
-        self.call = native.short_way(place, "message_way")
+        self.call = native.short_way(table.address, "message_way")
 
     def stop(self, stopped: bool) -> None:
         """Whether every call is to go the long way."""

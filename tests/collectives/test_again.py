@@ -329,7 +329,7 @@ def learn(again: Again, x: Any, terms: Terms, ahead: int | None = 0) -> bool:
 def admitted(again: Again, x: Any, out: Any, terms: Terms) -> tuple[int | None, int | None]:
     """The row's number, or None: as compiled code finds it, and as the same source does in Python."""
     compiled = again.call(x, out, *terms)
-    plain = layout.admit(again._address, id(x), id(out), *map(id, terms))
+    plain = layout.admit(again._table.address, id(x), id(out), *map(id, terms))
     return None if compiled is None else ~compiled // 2, None if plain == layout.UNKNOWN else ~plain // 2
 
 
