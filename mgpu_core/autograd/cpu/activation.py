@@ -19,7 +19,7 @@ _CUBIC = 0.044715 * _LINEAR
 def relu(x: Array) -> Array:
     y = np.empty_like(x)
     into, values = vectors(y, x)
-    share(lambda part: np.maximum(values[part], 0, out=into[part]), x.size, x.size)
+    share(lambda part: _relu(values[part], into[part]), x.size, x.size)
     return y
 
 
@@ -66,6 +66,13 @@ def keep(x: Array, kept: Array, scale: float) -> Array:
     factor = x.dtype.type(scale)
     share(lambda part: _keep(values[part], flags[part], factor, into[part]), x.size, x.size)
     return y
+
+
+@jit
+def _relu(x: Array, y: Array) -> None:
+    zero = x.dtype.type(0)
+    for i in range(x.size):
+        y[i] = zero if x[i] < zero else x[i]  # NaN stays NaN
 
 
 @jit

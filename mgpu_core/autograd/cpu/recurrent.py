@@ -58,6 +58,15 @@ def gru_step_gradient(
     share(work, len(now), now.size)
 
 
+# One loop a result: those that write to more arrays than a few become no vector instructions, for they might overlap.
+
+
+@jit
+def _sigmoids(x: Array) -> None:
+    for k in range(x.size):
+        x[k] = sigmoid(x[k])
+
+
 @jit
 def _lstm(
     gates: Array, recurrent: Array, bias: Array, before: Array, cell: Array, out: Array, lengths: Array, t: int
@@ -71,9 +80,13 @@ def _lstm(
         i, f, g, o = gates[n, :size], gates[n, size : 2 * size], gates[n, 2 * size : 3 * size], gates[n, 3 * size :]
         for k in range(4 * size):
             gates[n, k] += recurrent[n, k] + bias[k]
+        _sigmoids(gates[n, : 2 * size])
+        _sigmoids(o)
         for k in range(size):
-            i[k], f[k], g[k], o[k] = sigmoid(i[k]), sigmoid(f[k]), tanh(g[k]), sigmoid(o[k])
+            g[k] = tanh(g[k])
+        for k in range(size):
             cell[n, k] = f[k] * before[n, k] + i[k] * g[k]
+        for k in range(size):
             out[n, k] = o[k] * tanh(cell[n, k])
 
 
