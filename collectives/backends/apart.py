@@ -1,13 +1,50 @@
-"""Ranks that share no memory: what one-sided calls are for arrays of the CPU, of which each reaches its own only."""
+"""Ranks that share no memory: a call is made in one go, here or by a thread, and one-sided calls for arrays of the CPU
+reach a rank's own only."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
+
 from collectives.arrays import Array
-from collectives.backends.base import Backend
+from collectives.backends.base import Backend, Pending
+from collectives.backends.in_turn import InTurn
+from collectives.call import Call
+from collectives.errors import CollectiveError
 
 
 class Apart(Backend):
     """An engine of such ranks. `peer_view` gives a rank its own array, and refuses another's."""
+
+    def __init__(self) -> None:
+        self._in_turn = InTurn()
+        self._failure = ""  # why this communicator is of no further use
+        self._closed = False
+
+    @abstractmethod
+    def _make(self, call: Call, source: Array | None, target: Array | None) -> None:
+        """Make a call, when those before it have been made."""
+
+    def run(self, call: Call, source: Array | None, target: Array | None) -> None:
+        self.check_usable()
+        self._in_turn.run(lambda: self._make(call, source, target))
+
+    def start(self, call: Call, source: Array | None, target: Array | None) -> Pending:
+        self.check_usable()
+        return self._in_turn.start(lambda: self._make(call, source, target))
+
+    def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[..., None]:
+        def run(keep: object = None) -> None:
+            self.run(call, source, target)
+
+        return run
+
+    def check_usable(self) -> None:
+        """Raise if this communicator has failed or is closed."""
+        if self._failure:
+            raise CollectiveError(f"this communicator is of no further use: {self._failure}")
+        if self._closed:
+            raise CollectiveError("this communicator is closed")
 
     def fetch_add(self, word: Array, value: int, rank: int) -> int:
         view = self.peer_view(word, rank)

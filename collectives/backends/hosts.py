@@ -107,7 +107,7 @@ class Hosts(Mpi):
         """Act on a rank of this host, by its number there, or else otherwise."""
         if rank not in self.neighbours:
             return otherwise()
-        self._check_usable()
+        self.check_usable()
         try:
             with self._inside():
                 return act(self.neighbours.index(rank))

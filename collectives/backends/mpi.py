@@ -20,8 +20,7 @@ from collectives import wire
 from collectives.arrays import Array, address
 from collectives.backends import agreement
 from collectives.backends.apart import Apart
-from collectives.backends.base import Backend, Failing, Pending
-from collectives.backends.in_turn import InTurn
+from collectives.backends.base import Backend, Failing
 from collectives.call import Call, describe, disagreement
 from collectives.contract import split
 from collectives.errors import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
@@ -47,33 +46,17 @@ class Mpi(Apart):
 
     def __init__(self, comm: Any, words: Any, identities: Sequence[Identity], timeout: float) -> None:
         """`comm` and `words`: two mpi4py communicators of the same ranks that nobody else uses."""
+        super().__init__()
         self.comm, self.timeout = comm, timeout
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.peers = Peers(words, identities)
         self.calls = 0
         self._mail = Mail(self)
-        self._in_turn = InTurn()
-        self._failure = ""  # why this communicator is of no further use
         self._told = False  # the others, that and why this rank leaves
-        self._closed = False
         self._parent: Mpi | None = None
         self._children: list[Mpi] = []
 
     # Calls
-
-    def run(self, call: Call, source: Array | None, target: Array | None) -> None:
-        self._check_usable()
-        self._in_turn.run(lambda: self._make(call, source, target))
-
-    def start(self, call: Call, source: Array | None, target: Array | None) -> Pending:
-        self._check_usable()
-        return self._in_turn.start(lambda: self._make(call, source, target))
-
-    def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[..., None]:
-        def run(keep: object = None) -> None:
-            self.run(call, source, target)
-
-        return run
 
     def _make(self, call: Call, source: Array | None, target: Array | None) -> None:
         with Failing(self):
@@ -85,7 +68,7 @@ class Mpi(Apart):
 
     def _agree(self, call: Call, source: Array | None) -> npt.NDArray[np.uint8]:
         """Every rank's frame of this call. Raises CollectiveMismatchError, on every rank, where signatures differ."""
-        self._check_usable()
+        self.check_usable()
         self.calls += 1
         frame, frames = np.zeros(FRAME, np.uint8), np.empty((self.size, FRAME), np.uint8)
         frame[:-SMALL].view(np.int64)[:] = call.signature()
@@ -304,30 +287,24 @@ class Mpi(Apart):
         self._failure = self._failure or str(mine) or type(mine).__name__
         self._give_word(next(each.__name__ for each in type(mine).__mro__ if each in _ERRORS), self._failure)
 
-    def _check_usable(self) -> None:
-        if self._failure:
-            raise CollectiveError(f"this communicator is of no further use: {self._failure}")
-        if self._closed:
-            raise CollectiveError("this communicator is closed")
-
     # Messages
 
     def exchange(self, sends: Sequence[tuple[Array, int, int]], receives: Sequence[tuple[Array, int, int]]) -> None:
-        self._check_usable()
+        self.check_usable()
         with Failing(self):
             self._mail.exchange(sends, receives)
 
     def signal(self, rank: int) -> None:
-        self._check_usable()
+        self.check_usable()
         self._mail.signal(rank)
 
     def wait_signal(self, rank: int) -> None:
-        self._check_usable()
+        self.check_usable()
         with Failing(self):
             self._mail.wait_signal(rank)
 
     def check(self, ranks: Sequence[int]) -> None:
-        self._check_usable()
+        self.check_usable()
         with Failing(self):
             gone = self._look(lambda: "check", ranks, set())
             self._look(lambda: "check", ranks, gone)

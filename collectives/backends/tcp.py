@@ -20,8 +20,7 @@ import numpy as np
 from collectives.arrays import Array, address
 from collectives.backends.agreement import agree, check_sizes
 from collectives.backends.apart import Apart
-from collectives.backends.base import Failing, Pending
-from collectives.backends.in_turn import InTurn
+from collectives.backends.base import Failing
 from collectives.backends.mpi import as_bytes, combine
 from collectives.book import Calls
 from collectives.call import INTERNAL, Call, describe, disagreement, make_call
@@ -76,6 +75,7 @@ class Tcp(Apart):
 
     def __init__(self, post: Post, members: Sequence[int], timeout: float, path: tuple[int, ...] = ()) -> None:
         """`path` tells a communicator from others of the same ranks: the numbers of the splits that made it."""
+        super().__init__()
         self.host, self.members, self.timeout, self._path = post, list(members), timeout, path
         self.rank, self.size = self.members.index(post.rank), len(self.members)
         self._id = hashlib.sha256(json.dumps([path, self.members]).encode()).digest()[:8]
@@ -87,27 +87,11 @@ class Tcp(Apart):
         self._calls: Calls | None = None  # of the streams of a GPU
         self._gathers = self._splits = 0
         self._signals_taken = dict.fromkeys(self.members, 0)
-        self._in_turn, self._to_self = InTurn(), ToSelf(self.rank)
+        self._to_self = ToSelf(self.rank)
         self._aside: dict[int, list[tuple[int, int, bytes]]] = {}  # messages that have come, by rank: tag, dtype, data
-        self._failure = ""  # why this communicator is of no further use
-        self._closed = False
         self._lookout = Watch(self, lambda: "while this rank compiled kernels")
 
     # Calls
-
-    def run(self, call: Call, source: Array | None, target: Array | None) -> None:
-        self.check_usable()
-        self._in_turn.run(lambda: self._make(call, source, target))
-
-    def start(self, call: Call, source: Array | None, target: Array | None) -> Pending:
-        self.check_usable()
-        return self._in_turn.start(lambda: self._make(call, source, target))
-
-    def plan(self, call: Call, source: Array | None, target: Array | None) -> Callable[..., None]:
-        def run(keep: object = None) -> None:
-            self.run(call, source, target)
-
-        return run
 
     def _make(self, call: Call, source: Array | None, target: Array | None) -> None:
         contract, layout = _layout(call, self.size)
@@ -288,13 +272,6 @@ class Tcp(Apart):
         place = post.place_of(self.members[left[0]], index, len(left), seconds)
         new = Post(meet(place, post.listener() if index == 0 else None))
         return Tcp(new, range(len(left)), self.timeout)
-
-    def check_usable(self) -> None:
-        """Raise if this communicator has failed or is closed."""
-        if self._failure:
-            raise CollectiveError(f"this communicator is of no further use: {self._failure}")
-        if self._closed:
-            raise CollectiveError("this communicator is closed")
 
     def look_out(self) -> None:
         """To be called every now and then while this rank compiles: raises PeerLostError for a rank that has died or
