@@ -41,7 +41,8 @@ LOOK = 0.05  # seconds between two reports of what was put into streams
 _BEAT = 1.0  # seconds between two signs of life
 _SILENT = 2.5 * _BEAT  # after which a rank is called silent
 _FLUSH = 1.0  # seconds that a rank which closes leaves its last letters
-_MOST_WAITING = 8 << 20  # bytes of letters under way from this process, beyond which a sender is to wait
+_MOST_WAITING = 8 << 20  # bytes of letters under way from this process, or to one, beyond which a sender is to wait
+_RECEIPT = 1 << 20  # bytes of mail that a rank has got from another before it says so
 _REACH = 2.0  # seconds in which a living rank's host answers
 _HEAD = struct.Struct("<8sIIq")  # communicator, source, target, number
 _WORLD = bytes(8)  # letters that are of no communicator
@@ -62,6 +63,7 @@ class Kind(IntEnum):
     ASK = 24  # where are the others?
     ANSWER = 25
     BEAT = 26  # the source lives
+    RECEIPT = 27  # to one rank, from which the source has got so many more bytes of mail
 
 
 class Letter(NamedTuple):
@@ -121,6 +123,8 @@ class Post:
         self._said_bye: set[int] = set()
         self._outgoing: dict[int, deque[memoryview]] = {rank: deque() for rank in self._channels}
         self._waiting = 0  # bytes in there
+        self._on_the_way: Counter[int] = Counter()  # bytes of mail, to each rank, of which there is no receipt
+        self._got: Counter[int] = Counter()  # bytes of mail, from each rank, since the last receipt
         self._incoming: deque[Letter] = deque()  # of the hub to itself
         self._mutex = threading.Lock()  # around what is to go
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -132,11 +136,14 @@ class Post:
 
     def send(self, kind: Kind, comm: bytes, number: int = 0, body: bytes = b"", target: int = HUB) -> None:
         """Send a letter, which travels by itself from here on. Whoever sends many waits first until there is `room`."""
+        if kind == Kind.MAIL:
+            with self._mutex:
+                self._on_the_way[target] += len(body)
         self._post(Letter(kind, comm, self.rank, target, number, body))
 
-    def room(self) -> bool:
-        """Whether not very much is under way already."""
-        return self._waiting <= _MOST_WAITING
+    def room(self, target: int = HUB) -> bool:
+        """Whether not very much is under way already, nor much mail to `target`, which the hub may have to keep."""
+        return max(self._waiting, self._on_the_way[target]) <= _MOST_WAITING
 
     def box(self, comm: bytes) -> Box:
         """What has come for a communicator."""
@@ -295,7 +302,7 @@ class Post:
                 self._take(Letter(kind, comm, source, target, number, payload[_HEAD.size :]))
 
     def _write(self, rank: int) -> None:
-        queue, had_room = self._outgoing[rank], self.room()
+        queue, full = self._outgoing[rank], self._waiting > _MOST_WAITING
         with suppress(BlockingIOError):
             while queue:
                 sent = self._channels[rank].socket.send(queue[0], socket.MSG_NOSIGNAL)
@@ -304,7 +311,7 @@ class Post:
                 queue[0] = queue[0][sent:]
                 if not queue[0]:
                     queue.popleft()
-        if self.room() and not had_room:
+        if full and self._waiting <= _MOST_WAITING:
             with self._news:
                 self._news.notify_all()
 
@@ -343,7 +350,7 @@ class Post:
             self._deliver(letter)
             return
         self._heard[letter.source] = time.monotonic()
-        if letter.kind in (Kind.MAIL, Kind.SIGNAL):
+        if letter.kind in (Kind.MAIL, Kind.SIGNAL, Kind.RECEIPT):
             self._pass_on(letter)
         elif letter.kind != Kind.BEAT:
             self._keep_book(letter)
@@ -395,12 +402,16 @@ class Post:
         with self._news:
             if kind == Kind.GONE:
                 self.gone.setdefault(source, body.decode())
+            elif kind == Kind.RECEIPT:
+                with self._mutex:
+                    self._on_the_way[source] -= number
             elif kind != Kind.BEAT:
                 box = self._boxes.setdefault(comm, Box())
                 if kind == Kind.GATHER:
                     box.gathered[number] = unpack(body)
                 elif kind == Kind.MAIL:
                     box.mail.setdefault(source, deque()).append(body)
+                    self._acknowledge(source, len(body))
                 elif kind == Kind.SIGNAL:
                     box.signals[source] += 1
                 elif kind == Kind.LEFT:
@@ -411,6 +422,12 @@ class Post:
                     box.answers[number] = body.decode()
                 self._forget(comm)
             self._news.notify_all()
+
+    def _acknowledge(self, source: int, nbytes: int) -> None:
+        """Mail has come."""
+        self._got[source] += nbytes
+        if self._got[source] >= _RECEIPT:
+            self._post(Letter(Kind.RECEIPT, _WORLD, self.rank, source, self._got.pop(source), b""))
 
     def _forget(self, comm: bytes) -> None:
         """Nothing more comes for a communicator that all have left."""

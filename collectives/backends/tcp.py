@@ -178,11 +178,12 @@ class Tcp(Apart):
                 if peer == self.rank:
                     self._to_self.send(array, tag)
                     continue
+                member = self.members[peer]
                 data = memoryview(_MESSAGE.pack(tag, find(array.dtype).code, array.size) + as_bytes(array).tobytes())
                 for start in range(0, len(data), _PIECE):
                     piece = bytes(data[start : start + _PIECE])
-                    self._await_peer(self.host.room, f"send(rank {peer})", peer)
-                    self.host.send(Kind.MAIL, self._id, body=piece, target=self.members[peer])
+                    self._await_peer(partial(self.host.room, member), f"send(rank {peer})", peer)
+                    self.host.send(Kind.MAIL, self._id, body=piece, target=member)
             for array, peer, tag in receives:
                 if peer == self.rank:
                     self._to_self.receive(array, tag)

@@ -101,27 +101,30 @@ def test_ranks_whose_letters_the_hub_carried_see_at_once_that_it_is_gone(crew: A
         assert "recv" in told[1] and "rank 0 (process" in told[1], told
 
 
-def to_one_that_does_not_read(comm: Communicator) -> str:
+def to_one_that_does_not_read(comm: Communicator, sender: int) -> str:
     """What sends say when the other's thread does nothing, as in a process that is stopped."""
-    engine = over_tcp(comm, "ab", timeout=1.5)
+    engine = over_tcp(comm, "abc", timeout=1.5)
     there, told = Communicator(engine), ""
-    if comm.rank == 1:
+    if comm.rank == 2:
         with engine.host._news:
             comm.barrier()
             comm.barrier()
     else:
         comm.barrier()  # the other's thread reads nothing from here on
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            there.send(np.zeros(8 << 20), 1)
-        told = str(caught.value)
+        if comm.rank == sender:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                there.send(np.zeros(8 << 20), 2)
+            told = str(caught.value)
         comm.barrier()
     there.abort()
     there.close()
     return told
 
 
-def test_a_send_to_a_rank_that_does_not_read_ends_at_the_deadline(crew: Any) -> None:
-    assert "send(rank 1) did not finish in" in crew(to_one_that_does_not_read, 2)[0]
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_send_to_a_rank_that_does_not_read_ends_at_the_deadline(crew: Any, sender: int) -> None:
+    """Nor does the hub, rank 0, keep all of it."""
+    assert "send(rank 2) did not finish in" in crew(to_one_that_does_not_read, 3, (sender,))[sender]
 
 
 def forked(comm: Communicator) -> int:
