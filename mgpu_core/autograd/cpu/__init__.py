@@ -2,8 +2,8 @@
 
 The same functions as in `portable`, which says what they compute. Images are (N, C, H, W) outside, and channels last
 in memory (what PyTorch calls channels_last): results are transposed views of (N, H, W, C) arrays, so that a chain
-of image layers never reorders, loops over channels are contiguous, and a convolution is a plain matrix product or, where
-channels are few, a kernel of our own (`convolution` says which). An input laid out otherwise is copied once.
+of image layers never reorders, loops over channels are contiguous, and a convolution is a plain matrix product, or
+a kernel of our own where that is faster (`convolution`). An input laid out otherwise is copied once.
 
 Everything runs in a fixed order: the same input gives the same bits.
 """

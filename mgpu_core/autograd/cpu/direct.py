@@ -62,7 +62,8 @@ def conv2d_weight_gradient(g: Array, x: Array, shape: tuple[int, ...], stride: P
     buffer, band = _buffer_for(c, gradients.shape[1:3], taps, stride)
     offsets = _offsets(taps, stride, buffer)
     vectors = _vectors(o)
-    kernel = _weight_gradient(1 << (SUMS // vectors).bit_length() - 1, vectors)  # a power of two divides the block
+    few = min(c, SUMS // vectors)
+    kernel = _weight_gradient(4 if few <= 4 else 1 << few.bit_length() - 1, vectors)  # powers of two divide the block
 
     def work(part: slice) -> Array:
         total = np.zeros((kh * kw, buffer[0] * LANES, o), dtype=g.dtype)
