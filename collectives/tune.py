@@ -33,8 +33,9 @@ from collectives.wording import counted
 FOOTPRINTS = tuple(int(2 ** (19 + k / 2)) for k in range(17))  # bytes that all ranks touch together: 512 KB to 128 MB
 ROUNDS = 15
 MOST_RANKS = 4  # for each processor: with more, starting them and taking turns is all that one would see
-_SMALL_CALLS = 60  # in a round, of each kind
+_SMALL_CALLS = 200  # in a round, of each kind
 _SPREAD = 4.0  # between a constant's quartiles: the cores of a virtual machine may come to lie near or far, twice or so
+_SLACK = 2e-7  # seconds: by which they may differ in any case, as differences of two times do on a quiet machine
 _LEAST_SIGNAL = 1e-8  # seconds: no core hears another one sooner
 _LEAST_MOVE = 2e-9
 _FASTEST = 1e12  # bytes a second: no core loads so fast, from whatever cache
@@ -101,7 +102,7 @@ def constants(rounds: Rounds) -> tuple[Topology, int, list[str]]:
     """The topology that follows, how many figures were left out because they cannot be, and why it should not be kept.
 
     Each time is the median of its rounds. There is a reason not to keep it where more than half of the rounds cannot
-    be, or where the middle half of them differs by more than fourfold.
+    be, or where the middle half of them differs by more than fourfold and 0.2 us.
     """
     left_out, doubts = 0, []
 
@@ -113,7 +114,7 @@ def constants(rounds: Rounds) -> tuple[Topology, int, list[str]]:
             doubts.append(f"{what} seemed to take no time, in {len(times) - len(possible)} of {len(times)} rounds")
             return least
         first, middle, third = np.quantile(possible, [0.25, 0.5, 0.75])
-        if third > _SPREAD * first:
+        if third > _SPREAD * first + _SLACK:
             doubts.append(f"{what} took {first * 1e6:.2f} us in one round and {third * 1e6:.2f} us in another")
         return float(middle)
 
