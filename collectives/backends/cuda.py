@@ -193,16 +193,20 @@ class Cuda(OnDevice):
         self._staged = False
         self._registered: list[Any] = []  # memory of the host that the GPU uses
         layout = Layout(self.size, self.channels, slot_bytes(self.size, control.host.scratch or SCRATCH_BYTES))
-        with driver:
-            panel = self._register(self._panels)
-            self._arena, self._staged = self._share_arena(layout)
-            self._link = self._make_link(layout, panel)
-            self._states = driver.allocate(8 * lowlatency.STATE_WORDS * self.channels)
-            self._small = self._make_small(layout, panel)
-            self._job_memory = driver.allocate(JOB_BYTES)
-            self._job_heap = Heap(0, JOB_BYTES)
-            link = self._link
-            self._link_address, _ = self._upload(lambda base: relocate(link.words, link.tables, base))
+        try:
+            with driver:
+                panel = self._register(self._panels)
+                self._arena, self._staged = self._share_arena(layout)
+                self._link = self._make_link(layout, panel)
+                self._states = driver.allocate(8 * lowlatency.STATE_WORDS * self.channels)
+                self._small = self._make_small(layout, panel)
+                self._job_memory = driver.allocate(JOB_BYTES)
+                self._job_heap = Heap(0, JOB_BYTES)
+                link = self._link
+                self._link_address, _ = self._upload(lambda base: relocate(link.words, link.tables, base))
+        except BaseException:  # nothing runs yet, and the memory is the control's again
+            self._unregister()
+            raise
         self._guard.start()
         control.gather_bytes(b"")  # nobody touches a peer's memory before everybody's is ready
 
@@ -227,6 +231,12 @@ class Cuda(OnDevice):
         address = self.driver.register(memory.ctypes.data, memory.nbytes)
         self._registered.append(memory)
         return address
+
+    def _unregister(self) -> None:
+        """Memory of the host is the host's alone again."""
+        with self.driver as driver:
+            while self._registered:
+                driver.unregister(self._registered.pop().ctypes.data)
 
     def _share(self, nbytes: int) -> Block:
         """Device memory of every rank, zeroed and mapped here. Raises MemoryError, or PermissionError where GPUs cannot
@@ -585,8 +595,7 @@ class Cuda(OnDevice):
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.001)
-            while self._registered:
-                driver.unregister(self._registered.pop().ctypes.data)
+            self._unregister()
             if not self._staged:
                 driver.free(self._arena.addresses[self.rank])
             driver.free(self._job_memory)

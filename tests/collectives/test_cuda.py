@@ -421,6 +421,25 @@ def test_memory_that_a_gpu_may_still_use_stays_mapped(crew: Any) -> None:
         assert found == [(False, False), (True, True)]
 
 
+def full(comm: Communicator) -> list[str]:
+    """What becomes of the panel where one rank's GPU has no room for flags and scratch."""
+    control, driver = comm.split(0), FakeDriver()
+    if comm.rank == 1:
+
+        def refuse(nbytes: int) -> int:
+            raise real.DriverError("CUDA_ERROR_OUT_OF_MEMORY", "cuMemAlloc")
+
+        driver.allocate = refuse  # type: ignore[method-assign]
+    with pytest.raises(MemoryError, match="rank 1: .*CUDA_ERROR_OUT_OF_MEMORY"):
+        cuda.Cuda(control._backend, driver)  # type: ignore[union-attr, arg-type]
+    control.close()  # type: ignore[union-attr]
+    return [what for what, *_ in driver.log if what in ("register", "unregister")]
+
+
+def test_a_gpu_that_is_full_leaves_nothing_registered(crew: Any) -> None:
+    assert crew(full, 2) == [["register", "unregister"]] * 2
+
+
 def test_parts_of_a_ranks_device_memory_lie_apart() -> None:
     for size in (1, 2, 8):
         for channels in (1, 16):
