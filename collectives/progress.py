@@ -19,7 +19,7 @@ import numpy as np
 from collectives.backends.base import Pending
 from collectives.call import Call
 from collectives.job import LINE, Job
-from kernels.progress import IDLE, QUEUE_BYTES, QUEUE_CAPACITY, QUEUE_COMPLETED, QUEUE_TIMES
+from kernels.progress import IDLE, QUEUE_BYTES, QUEUE_CAPACITY, QUEUE_COMPLETED, QUEUE_SUBMITTED, QUEUE_TIMES
 
 if TYPE_CHECKING:
     from collectives.backends.shm import Shm
@@ -45,7 +45,6 @@ class Progress:
             shm.kernel(name).call for name in ("submit", "serve", "complete", "settle")
         )
         self._running: dict[int, Queued] = {}  # by number, from the one that was submitted first
-        self._submitted = 0
         self._unswept = 1  # every call before this one has been swept
         self._closing = False
         self._lock = threading.Lock()  # of those who submit
@@ -62,7 +61,13 @@ class Progress:
     @property
     def busy(self) -> bool:
         """Whether calls are under way."""
-        return self.completed != self._submitted & 0xFFFFFFFF
+        return self.completed != self._submitted
+
+    @property
+    def _submitted(self) -> int:
+        """The number of the last call that was put in, counted modulo 2**32. There is no other count of them, since
+        Ctrl-C may come between any two lines."""
+        return ctypes.c_uint32.from_address(self._queue + QUEUE_SUBMITTED).value
 
     @property
     def flag(self) -> int:
@@ -76,10 +81,11 @@ class Progress:
             while len(self._running) >= QUEUE_CAPACITY - 1:
                 self.settle(self.flag, self._unswept, 0, 0)
                 self.sweep()
-            self._submitted += 1
-            self._running[self._submitted] = queued
-            self._submit(self._queue, queued.job.address, self._submitted)
-            return Ticket(self, self._submitted)
+            first = self._unswept
+            number = first + (self._submitted + 1 - first & 0xFFFFFFFF)
+            self._running[number] = queued
+            self._submit(self._queue, queued.job.address, number)
+            return Ticket(self, number)
 
     def sweep(self) -> None:
         """Let go of the calls that have ended. Threads may do so at once, and none waits: each call is one's."""

@@ -381,3 +381,27 @@ def collected_by_its_own_thread(comm: Communicator) -> bool:
 
 def test_a_communicator_dropped_in_its_own_thread(crew: Crews) -> None:
     assert crew(collected_by_its_own_thread, 2) == [True, True]
+
+
+def interrupted(comm: Communicator, begun: bool) -> list[Any]:
+    """Two sums and whether anything is under way, where Ctrl-C comes between two lines of a call's beginning."""
+    results = [comm.all_reduce(np.ones(3), async_op=True).wait()]
+    progress = comm._backend._progress  # type: ignore[attr-defined]
+    submit = progress._submit
+
+    def cut_off(*arguments: int) -> None:
+        if begun:
+            submit(*arguments)
+        raise KeyboardInterrupt
+
+    progress._submit = cut_off
+    with pytest.raises(KeyboardInterrupt):
+        comm.all_reduce(np.ones(3), async_op=True)
+    progress._submit = submit
+    results.append(comm.all_reduce(np.full(3, 2.0), async_op=True).wait())
+    return [*(result.tolist() for result in results), progress.busy]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ctrl_c_as_a_call_begins(crew: Crews, begun: bool) -> None:
+    assert crew(interrupted, 2, (begun,)) == [[[2.0] * 3, [4.0] * 3, False]] * 2
