@@ -414,8 +414,14 @@ def test_all_float32_there_are(name: str) -> None:
     dtype = find(name)
     for upper in range(1 << 8):
         values = ((np.uint32(upper) << np.uint32(24)) + np.arange(1 << 24, dtype=np.uint32)).view(np.float32)
+        given = values
+        if (
+            name == "float16"
+        ):  # for each that is far out of range NumPy sets a flag, which takes longer than all the rest
+            given = np.where(np.abs(values) > 1e5, np.copysign(np.inf, values), values)
+            given = np.where(np.abs(values) < 1e-8, np.copysign(0, values), given).astype(np.float32)
         with np.errstate(all="ignore"):
-            wanted = values.astype(dtype.numpy)
+            wanted = given.astype(dtype.numpy)
         assert_same_bits(converted(values, name), wanted, dtype)
 
 
