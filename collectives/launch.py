@@ -93,7 +93,8 @@ def _pack(fn: Callable[..., Any], args: Sequence[Any], backend: str, timeout: fl
     main = None
     if b"__main__" in work:
         main = get_preparation_data("rank")
-        if not main.keys() & {"init_main_from_name", "init_main_from_path"}:
+        path = main.get("init_main_from_path", "")  # <stdin>, where Python reads the script from there
+        if "init_main_from_name" not in main and not os.path.isfile(path):
             raise TypeError(
                 f"new processes cannot import {fn!r}, which was defined in a notebook, at a prompt or by python -c; "
                 f"put it in a file and import it"

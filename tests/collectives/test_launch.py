@@ -427,6 +427,15 @@ print("no end", end="")
     assert run(tmp_path, text, options=("-n", "1")).stdout == "one\ntwo\nno end"
 
 
+@pytest.mark.parametrize("way", ["-", "-c"])
+def test_a_function_that_is_in_no_file_is_refused(tmp_path, way):
+    script = "import collectives\ndef f(comm): pass\ncollectives.spawn(f, 2)"
+    command = [sys.executable, "-c", script] if way == "-c" else [sys.executable, "-"]
+    done = subprocess.run(command, input=script, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "put it in a file and import it" in done.stderr.splitlines()[-1]
+
+
 def test_lines_stay_whole_where_output_is_no_terminal(tmp_path):
     text = """
 for number in range(300):
