@@ -26,10 +26,12 @@ from collectives import cgroup
 PAGE = mmap.PAGESIZE
 LINE = 64  # bytes in a cache line: small blocks start on one, so that no two arrays share a line
 SLOTS = 4  # of scratch: as many slices may be under way
-# Bytes of scratch that each rank of a communicator has for each rank. MGPU_SCRATCH of rank 0 sets the whole instead.
-# Small, so that it stays in the cache: with two ranks an all-reduce of 2 MB takes half the time that it takes through
-# 16 MB of scratch, one of 32 MB two thirds; from 256 to 1024 KB nothing changes.
+# Bytes of scratch that each rank of a communicator has for each rank, and at least. MGPU_SCRATCH of rank 0 sets the
+# whole instead. Small, so that it stays in the cache that cores share: with 8 MB of that an all-reduce of 2 MB takes
+# half the time that it takes through 16 MB of scratch. Not smaller than the caches that cores have of their own: to
+# write a slot that the other core still holds takes up to four times as long.
 SCRATCH_PER_RANK = 128 << 10
+LEAST_SCRATCH = 1 << 20
 _STEP = 64 << 20  # pages are taken this many bytes at a time, looking between steps at what others have left
 _MARGIN = 64 << 20  # bytes of the machine's memory that are never taken
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # a peer that shrank it would kill us by SIGBUS
@@ -37,9 +39,14 @@ _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE, which Python 3.10 does not name; 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
+def scratch_bytes(size: int) -> int:
+    """The usual bytes of scratch of each of `size` ranks of one host."""
+    return max(LEAST_SCRATCH, SCRATCH_PER_RANK * size)
+
+
 def slot_bytes(size: int, scratch: int = 0) -> int:
     """Bytes of a scratch slot of each of `size` ranks of one host, which have `scratch` bytes or (0) the usual."""
-    return (scratch or SCRATCH_PER_RANK * size) // SLOTS // LINE * LINE
+    return (scratch or scratch_bytes(size)) // SLOTS // LINE * LINE
 
 
 class Segment:

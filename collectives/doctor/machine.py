@@ -75,7 +75,7 @@ def room(left: int | None = None) -> Finding:
     limit = cgroup.memory_left()
     left = memory.available() if left is None else left
     scratch = memory.parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
-    scratch = scratch or memory.SCRATCH_PER_RANK * len(os.sched_getaffinity(0))
+    scratch = scratch or memory.scratch_bytes(len(os.sched_getaffinity(0)))
     facts = {"available": left, "group_limit_left": limit, "scratch_a_rank": scratch}
     what = f"{size(left)} may still be taken{'' if limit is None else ' (a control group sets a limit)'}"
     if left < _ROOM:
