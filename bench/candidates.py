@@ -106,7 +106,8 @@ class Collectives(InHostMemory):
             if candidate.plan or candidate.algorithm:
                 raise UnsupportedError("messages between two ranks have no plans and no algorithms")
             return partial(self.comm.sendrecv, x, (self.rank + 1) % size, out, (self.rank - 1) % size)
-        comm, op, root, algorithm = self.comm, sys.intern(case.op), case.root, candidate.algorithm
+        comm, op, root = self.comm, sys.intern(case.op), case.root  # interned, as names in a program are
+        algorithm = candidate.algorithm and sys.intern(candidate.algorithm)
         if candidate.plan:
             options: dict[str, Any] = {"algorithm": algorithm}
             options |= {"op": op} if op != "none" else {}

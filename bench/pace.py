@@ -5,11 +5,11 @@ Flags in a memory that all ranks of a crew share; compiled, so that neither cost
 
 from __future__ import annotations
 
-import mmap
 import os
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,7 @@ TRIPS = 9 * _VOLLEY  # in one measurement, the median of its volleys
 class Pace:
     """One rank's side. `track` holds a line per rank and two for the ping-pong; `abandoned` says to stop waiting."""
 
-    def __init__(self, track: mmap.mmap, rank: int, ranks: int, abandoned: Callable[[], bool]) -> None:
+    def __init__(self, track: Any, rank: int, ranks: int, abandoned: Callable[[], bool]) -> None:
         self._track = np.frombuffer(track, np.uint8)
         self._flags: int = self._track.__array_interface__["data"][0]
         self._rank = rank

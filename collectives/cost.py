@@ -32,7 +32,7 @@ MOST_SLICES = 24  # more than these are not replayed one by one: each takes as l
 Seconds = float
 
 
-RATES = ("own", "peer", "together")  # the fields of a topology that depend on how much memory is touched
+RATES = ("own", "peer", "together", "again")  # the fields of a topology that depend on how much memory is touched
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class Topology:
     own: Rate = Rate(((1, 20e9),))  # at which a rank loads or stores its own memory
     peer: Rate = Rate(((1, 15e9),))  # at which it loads or stores that of another rank of its host
     together: Rate = Rate(((1, math.inf),))  # at which all ranks of a host together load and store
+    again: Rate | None = (
+        None  # at which all at once store, each where it has loaded in the same Move; None: as it loads
+    )
     arithmetic: float = 40e9  # bytes of operands a rank reduces in a second
     network_latency: Seconds = 5e-6  # from a signal to the waiting rank's going on, between hosts
     network: float = 12e9  # bytes per second that a host sends, and as many that it receives
@@ -87,7 +90,7 @@ class Topology:
             problem = f"does not know {', '.join(unknown)}" if unknown else "needs hosts, the number of ranks on each"
             raise ValueError(f"{name}: a topology {problem}; it has {', '.join(cls.__dataclass_fields__)}")
         for rate in RATES:
-            if rate in fields:
+            if fields.get(rate) is not None:
                 points = fields[rate] if isinstance(fields[rate], list) else [[1, fields[rate]]]
                 fields[rate] = Rate(tuple((float(size), float(speed)) for size, speed in points))
         return cls(**{**fields, "hosts": tuple(fields["hosts"])})
@@ -96,7 +99,7 @@ class Topology:
         """The JSON that `parse` reads."""
         fields = asdict(self)
         for rate in RATES:
-            fields[rate] = fields[rate]["points"]
+            fields[rate] = fields[rate] and fields[rate]["points"]
         return json.dumps(fields, indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -242,6 +245,8 @@ class _Costs:
         self.turn = min(self.whole, turns * (program.cells + program.chunks))
         self.visits: set[tuple[int, int, tuple[int, int, int]]] = set()  # (rank, slice, place), in this call
         self.own, self.peer, self.together = map(self._prices, (topology.own, topology.peer, topology.together))
+        again = topology.again
+        self.again = None if again is None else (again.load(self.whole), again.load(self.turn))
 
     def signal(self, from_: int, to: int) -> Seconds:
         if self.host[from_] != self.host[to]:
@@ -268,6 +273,10 @@ class _Costs:
                 visit = rank, slice_, self._memory(ref)
                 recent = ref.buffer is Buffer.SCRATCH or visit in self.visits
                 visits.append(visit)
+                if stores and not fresh and self.again is not None:
+                    alone += self.again[recent]
+                    together += self.again[recent] / topology.hosts[here]
+                    continue
                 alone += (self.own if ref.rank == rank else self.peer)[recent][fresh]
                 together += self.together[recent][fresh]
                 continue

@@ -1,9 +1,10 @@
 """`mgpu tune`: the cost model's constants, measured on this machine and kept for later runs.
 
-Two collectives say what memory does. In `reduce` by "one_shot" one rank loads everybody's array and stores the sum,
-while the others wait; in `reduce_scatter` by "direct" all ranks of the host do so at once, each for its own part. Both
-are measured from a few hundred kilobytes, which the caches hold, to far beyond. A signal's and a Move's time come from
-the smallest calls. All ranks are at work, so what they cost each other where cores are few is within the constants.
+Three collectives say what memory does. In `reduce` by "one_shot" one rank loads everybody's array and stores the sum,
+while the others wait; in `reduce_scatter` by "direct" all ranks of the host do so at once, each for its own part; and
+in `all_reduce` by "two_shot", in place, each stores its sum where all of it was loaded from. They are measured from a
+few hundred kilobytes, which the caches hold, to far beyond. A signal's and a Move's time come from the smallest calls.
+All ranks are at work, so what they cost each other where cores are few is within the constants.
 
 Everything is measured in rounds, each kind of call once in each, so that what another program takes away for a while
 falls on few rounds of every kind and not on all rounds of one. A constant is the median of its rounds, without those
@@ -34,8 +35,11 @@ FOOTPRINTS = tuple(int(2 ** (19 + k / 2)) for k in range(17))  # bytes that all 
 ROUNDS = 15
 MOST_RANKS = 4  # for each processor: with more, starting them and taking turns is all that one would see
 _SMALL_CALLS = 200  # in a round, of each kind
-_SPREAD = 4.0  # between a constant's quartiles: the cores of a virtual machine may come to lie near or far, twice or so
+_NEAR = 2.0  # times the signal of the nearest quarter of rounds: cores that lie far take four times as long
+_SPREAD = 4.0  # between a constant's quartiles
 _SLACK = 2e-7  # seconds: by which they may differ in any case, as differences of two times do on a quiet machine
+_SETTLING = 8  # calls before what is touched lies where it will, if a cache can hold it: no more bytes than
+_CALL_BYTES = 32 << 20  # these, in all calls
 _LEAST_SIGNAL = 1e-8  # seconds: no core hears another one sooner
 _LEAST_MOVE = 2e-9
 _FASTEST = 1e12  # bytes a second: no core loads so fast, from whatever cache
@@ -45,8 +49,8 @@ _FASTEST = 1e12  # bytes a second: no core loads so fast, from whatever cache
 class Rounds:
     """What was measured in each round among `size` ranks, in seconds; a difference of two times may be below 0.
 
-    signal, move: what one takes. alone, together: by bytes of a rank's array, what `reduce` by "one_shot" and
-    `reduce_scatter` by "direct" take, in symmetric memory, without entering.
+    signal, move: what one takes. alone, together, again: by bytes of a rank's array, what `reduce` by "one_shot",
+    `reduce_scatter` by "direct" and `all_reduce` by "two_shot" in place take, in symmetric memory, without entering.
     """
 
     size: int
@@ -54,9 +58,10 @@ class Rounds:
     move: Array
     alone: Mapping[int, Array]
     together: Mapping[int, Array]
+    again: Mapping[int, Array]
 
 
-def measure(comm: Communicator, footprints: Sequence[int] = FOOTPRINTS) -> Rounds:
+def measure(comm: Communicator, footprints: Sequence[int] = FOOTPRINTS, rounds: int = ROUNDS) -> Rounds:
     """What the constants of the host that all of the communicator's ranks are on follow from; every rank gets the same.
 
     All ranks call it.
@@ -67,47 +72,72 @@ def measure(comm: Communicator, footprints: Sequence[int] = FOOTPRINTS) -> Round
         comm.plan("barrier", algorithm="dissemination"),
         comm.plan("all_reduce", word, out=word, algorithm="one_shot"),
     )
-    counts = [max(footprint // ((comm.size + 1) * 4), comm.size) // comm.size * comm.size for footprint in footprints]
-    x, out = comm.zeros(max(counts), np.float32), comm.zeros(max(counts), np.float32)
+    kinds = [("reduce", "one_shot"), ("reduce_scatter", "direct"), ("all_reduce", "two_shot")]
+    most = max(footprints) // (comm.size * 4)
+    x, out = comm.zeros(most, np.float32), comm.zeros(most, np.float32)
 
     def plan(collective: str, algorithm: str, count: int) -> tuple[Callable[[], object], Array]:
-        result = out[: count // comm.size if collective == "reduce_scatter" else count]
-        options = {"out": result} if collective == "reduce_scatter" or comm.rank == 0 else {}
-        return comm.plan(collective, x[:count], algorithm=algorithm, **options), x[:count]
+        given = x[:count]
+        results = {"reduce": out[:count], "reduce_scatter": out[: count // comm.size], "all_reduce": given}
+        options = {} if collective == "reduce" and comm.rank else {"out": results[collective]}
+        return comm.plan(collective, given, algorithm=algorithm, **options), given
 
-    kinds = [("reduce", "one_shot"), ("reduce_scatter", "direct")]
+    def counts(collective: str) -> list[int]:
+        arrays = comm.size + (collective != "all_reduce")  # that all touch: each one's, and where the sum goes
+        return [max(footprint // (arrays * 4), comm.size) // comm.size * comm.size for footprint in footprints]
+
     least = [plan(*kind, comm.size) for kind in kinds]  # whatever the size: entering, a Move, signals, Python
-    large = [{4 * count: plan(*kind, count) for count in counts} for kind in kinds]
+    large = [{4 * count: plan(*kind, count) for count in counts(kind[0])} for kind in kinds]
     small: list[list[Seconds]] = []
     beyond: list[list[list[Seconds]]] = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         small.append([float(np.median(slowest(comm, call, _SMALL_CALLS))) for call in (enter, disseminate, move)])
         beyond.append([])
         for (call, refilled), plans in zip(least, large, strict=True):
             without = float(np.median(slowest(comm, call, _SMALL_CALLS, refilled)))
-            times = [float(slowest(comm, call, 1, refilled)[0]) for call, refilled in plans.values()]
+            times = [settled(comm, call, refilled) for call, refilled in plans.values()]
             beyond[-1].append([time - without for time in times])
     entered, disseminated, moved = np.array(small).T
-    alone, together = np.array(beyond).transpose(1, 2, 0)
+    alone, together, again = np.array(beyond).transpose(1, 2, 0)
     return Rounds(
         comm.size,
         signal=(disseminated - entered) / max((comm.size - 1).bit_length(), 1),  # of so many one behind the other
         move=(moved - entered) / 2,  # of two Moves
         alone=dict(zip(large[0], alone, strict=True)),
         together=dict(zip(large[1], together, strict=True)),
+        again=dict(zip(large[2], again, strict=True)),
+    )
+
+
+def join(parts: Sequence[Rounds]) -> Rounds:
+    """All rounds of what was measured at several times, among as many ranks with the same footprints."""
+
+    def sizes(times: Sequence[Mapping[int, Array]]) -> dict[int, Array]:
+        return {nbytes: np.concatenate([each[nbytes] for each in times]) for nbytes in times[0]}
+
+    return Rounds(
+        parts[0].size,
+        signal=np.concatenate([part.signal for part in parts]),
+        move=np.concatenate([part.move for part in parts]),
+        alone=sizes([part.alone for part in parts]),
+        together=sizes([part.together for part in parts]),
+        again=sizes([part.again for part in parts]),
     )
 
 
 def constants(rounds: Rounds) -> tuple[Topology, int, list[str]]:
     """The topology that follows, how many figures were left out because they cannot be, and why it should not be kept.
 
-    Each time is the median of its rounds. There is a reason not to keep it where more than half of the rounds cannot
-    be, or where the middle half of them differs by more than fourfold and 0.2 us.
+    Each time is the median of its rounds, of those with cores as near each other as in the nearest quarter: the cores
+    of a virtual machine may come to lie near or far within seconds. There is a reason not to keep it where more than
+    half of the rounds cannot be, or where the middle half of them differs by more than fourfold and 0.2 us.
     """
     left_out, doubts = 0, []
+    near = rounds.signal <= _NEAR * np.quantile(rounds.signal, 0.25) + _SLACK / 4
 
     def settle(what: str, times: Array, least: Seconds) -> Seconds:
         nonlocal left_out
+        times = times[near]
         possible = times[times > least]
         left_out += len(times) - len(possible)
         if 2 * len(possible) <= len(times):
@@ -118,29 +148,42 @@ def constants(rounds: Rounds) -> tuple[Topology, int, list[str]]:
             doubts.append(f"{what} took {first * 1e6:.2f} us in one round and {third * 1e6:.2f} us in another")
         return float(middle)
 
-    def settle_all(who: str, times: Mapping[int, Array]) -> dict[int, Seconds]:
-        touched = {nbytes: (rounds.size + 1) * nbytes for nbytes in times}
+    def settle_all(who: str, times: Mapping[int, Array], arrays: int) -> dict[int, Seconds]:
+        touched = {nbytes: arrays * nbytes for nbytes in times}
         return {n: settle(f"{touched[n]:,} bytes, {who},", times[n], touched[n] / _FASTEST) for n in times}
 
     signal, move = settle("a signal", rounds.signal, _LEAST_SIGNAL), settle("a Move", rounds.move, _LEAST_MOVE)
-    alone, together = settle_all("one rank alone", rounds.alone), settle_all("all together", rounds.together)
-    topology = fit(rounds.size, signal, move, alone, together)
+    alone = settle_all("one rank alone", rounds.alone, rounds.size + 1)
+    together = settle_all("all together", rounds.together, rounds.size + 1)
+    again = settle_all("all together in place", rounds.again, rounds.size)
+    topology = fit(rounds.size, signal, move, alone, together, again)
     return topology, left_out, doubts
 
 
 def fit(
-    size: int, latency: Seconds, overhead: Seconds, alone: Mapping[int, Seconds], together: Mapping[int, Seconds]
+    size: int,
+    latency: Seconds,
+    overhead: Seconds,
+    alone: Mapping[int, Seconds],
+    together: Mapping[int, Seconds],
+    again: Mapping[int, Seconds],
 ) -> Topology:
     """The topology of `size` ranks on one host in which `predict` gives these times back.
 
-    By bytes of a rank's array: what `reduce` by "one_shot" and `reduce_scatter` by "direct" take, in symmetric memory,
-    without entering. Each loads `size` arrays and stores one, by one rank or by all, each a part.
+    By bytes of a rank's array: what `reduce` by "one_shot", `reduce_scatter` by "direct" and `all_reduce` by "two_shot"
+    in place take, in symmetric memory, without entering. Each loads `size` arrays, by one rank or by all, each a part;
+    the first two store one, the third all that was loaded.
     """
     one = _access(size, alone)
     all_ = _access(size, {nbytes: seconds * size for nbytes, seconds in together.items()})
     footprints = {nbytes: float((size + 1) * nbytes) for nbytes in sorted(together)}
     # a rank alone is never slower than among others, whatever came between when it was measured
     rate = Rate(tuple((footprints[n], 1 / min(one[n], all_[n])) for n in footprints))
+    shared = Rate(tuple((footprints[n], size / all_[n]) for n in footprints))
+    stores = {
+        size * n: max(1 / _FASTEST, seconds / n - size / min(size * rate.at(size * n), shared.at(size * n)))
+        for n, seconds in sorted(again.items())
+    }
     return Topology(
         (size,),
         cores=size,  # it was measured with all ranks at work: nothing is to be added for those that share a core
@@ -148,7 +191,8 @@ def fit(
         overhead=overhead,
         own=rate,
         peer=rate,
-        together=Rate(tuple((footprints[n], size / all_[n]) for n in footprints)),
+        together=shared,
+        again=Rate(tuple((float(footprint), 1 / seconds) for footprint, seconds in stores.items())),
         arithmetic=float("inf"),  # it goes on while memory is waited for
     )
 
@@ -159,6 +203,12 @@ def _access(size: int, times: Mapping[int, Seconds]) -> dict[int, Seconds]:
     access = {nbytes: max(best, (seconds / nbytes + best) / (size + 2)) for nbytes, seconds in times.items()}
     access[min(access)] = best  # the smallest stands for the cache
     return access
+
+
+def settled(comm: Communicator, call: Callable[[], object], refill: Array) -> Seconds:
+    """What a call takes when caches hold what they will: the first ones after others take up to twice as long."""
+    repeats = max(1, min(_SETTLING, _CALL_BYTES // refill.nbytes))
+    return float(np.median(slowest(comm, call, repeats, refill)[repeats // 2 :]))
 
 
 def slowest(comm: Communicator, call: Callable[[], object], repeats: int, refill: Array | None = None) -> Array:
