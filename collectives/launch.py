@@ -298,6 +298,7 @@ def _run(options: argparse.Namespace, size: int, attempt: int) -> tuple[int, int
         if not failed:
             return 0, None
         root = min(failed, key=lambda rank: reports.weight(rank.number))  # the earliest of the least
+        output.end_lines()
         print(f"mgpu run: {root.describe()}{reports.reason(root.number)}", file=sys.stderr)
         if stopped:
             names = ", ".join(map(str, stopped))

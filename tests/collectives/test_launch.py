@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import io
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 from collectives import failure, launch, ranks
 from collectives.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from collectives.launch import spawn
+from collectives.output import WholeLines
 
 
 @pytest.fixture(autouse=True)
@@ -465,6 +467,46 @@ def test_one_pipe_for_both_keeps_a_rank_s_order(tmp_path):
     for number in map(float, done.stdout.split()):  # two of each, one behind the other in either rank
         seen.setdefault(number, []).append(len(seen))
     assert list(seen) == sorted(seen) and len(seen) == 100
+
+
+BYTES = """
+import os, sys, time
+rank = int(os.environ["MGPU_RANK"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("if rank == 1: sys.stdout.buffer.write(bytes(range(256)))", bytes(range(256))),
+        ("if rank == 0: print('no end', end='', flush=True)", b"no end"),
+        ("time.sleep(rank); print(rank, end='', flush=True)", b"0\n1"),
+        ("time.sleep(rank); print('10%\\r20%\\r' if rank == 0 else 1, end='', flush=True)", b"10%\r20%\r\n1"),
+        ("if rank == 0: sys.stdout.write('no end'); sys.stdout.flush(); os._exit(3)", b"no end\n"),
+    ],
+)
+def test_output_is_passed_on_as_it_is_but_for_an_end_between_two_lines(tmp_path, program, told):
+    (tmp_path / "program.py").write_text(BYTES + program)
+    command = [sys.executable, "-c", RUN, "0.5", "-n", "2", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, timeout=50)
+    assert done.stdout == told
+
+
+@pytest.mark.parametrize("prefix", [b"", b"[3] "])
+def test_of_a_line_without_an_end_little_is_kept(prefix):
+    reader, writer = os.pipe()
+    sink, output, piece = io.BytesIO(), WholeLines(prefixed=bool(prefix)), b"x" * (1 << 16)
+    output.add(reader, 3, sink)
+    for number in range(1, 101):
+        os.write(writer, piece)
+        output.pump([reader])
+        assert number * len(piece) - len(sink.getvalue()) <= (1 << 20) + len(piece)
+    os.write(writer, b"\nnext\nno end")
+    os.close(writer)
+    output.drain()
+    os.close(reader)
+    expected = prefix + 100 * piece + b"\n" + prefix + b"next\n" + prefix + b"no end" + (b"\n" if prefix else b"")
+    assert sink.getvalue() == expected
 
 
 def test_what_ranks_have_started_may_go_on_writing(tmp_path):
