@@ -87,7 +87,7 @@ class Communicator:
         self._message_way: MessageWay | None = None  # what makes plain messages
         self._group: tuple[list[Message], list[Message]] | None = None
         self._parent: Communicator | None = None
-        self._finalizer = weakref.finalize(self, backend.close)  # for whoever drops it without closing it
+        self._finalizer = weakref.finalize(self, backend.drop)  # for whoever drops it without closing it
         _alive.add(self)
 
     @property

@@ -3,6 +3,7 @@ reach a rank's own only."""
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ class Apart(Backend):
         self._in_turn = InTurn()
         self._failure = ""  # why this communicator is of no further use
         self._closed = False
+        self._ending = threading.RLock()
 
     @abstractmethod
     def _make(self, call: Call, source: Array | None, target: Array | None) -> None:
@@ -45,6 +47,20 @@ class Apart(Backend):
             raise CollectiveError(f"this communicator is of no further use: {self._failure}")
         if self._closed:
             raise CollectiveError("this communicator is closed")
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Close what is open."""
+
+    def close(self) -> None:
+        with self._ending:
+            if not self._closed:
+                self._close()
+
+    def disown(self, reason: str) -> None:
+        self._failure, self._closed = reason, True
+        self._ending = threading.RLock()  # whoever has it is not here
+        self._in_turn.forget()
 
     def fetch_add(self, word: Array, value: int, rank: int) -> int:
         view = self.peer_view(word, rank)

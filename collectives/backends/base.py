@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -183,4 +185,23 @@ class Backend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. Closing twice is fine."""
+        """Give everything back. Closing twice is fine, also in two threads at once."""
+
+    def drop(self) -> None:
+        """Close, as nobody refers to the communicator any more. The garbage collector comes in any thread, in one that
+        the engine waits for too, and amid anything, also under a lock that closing takes: then another thread closes.
+        """
+        if getattr(_collecting, "now", False):
+            threading.Thread(target=self.close, name="mgpu close").start()
+        else:
+            self.close()
+
+
+_collecting = threading.local()  # now: whether the garbage collector runs in this thread
+
+
+def _note_collection(phase: str, _: dict[str, int]) -> None:
+    _collecting.now = phase == "start"
+
+
+gc.callbacks.append(_note_collection)

@@ -83,7 +83,7 @@ class OnDevice(Backend):
         self._movers: dict[tuple[str, int], Kernel] = {}
         self._jobs: dict[tuple[Any, ...], int] = {}  # of `pack` and `unpack`, in GPU memory
         self._ledger: Ledger | Calls = control.ledger()
-        self._closing = threading.Event()
+        self._closing, self._ending = threading.Event(), threading.RLock()
         self._guard = threading.Thread(target=self._watch, name="mgpu guard", daemon=True)
 
     # What each of them does in its own way
@@ -440,21 +440,23 @@ class OnDevice(Backend):
     def disown(self, reason: str) -> None:
         self.control.disown(reason)
         self._closed = True
+        self._ending = threading.RLock()  # whoever has it is not here
         self._closing.set()
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._finish()
-            self._take_leave()
-        except CollectiveError:
-            pass  # it was raised before; memory that peers may still use stays until the process ends
-        self._closing.set()
-        self._guard.join()
-        self._end()
-        self.control.close()
+        with self._ending:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._finish()
+                self._take_leave()
+            except CollectiveError:
+                pass  # it was raised before; memory that peers may still use stays until the process ends
+            self._closing.set()
+            self._guard.join()
+            self._end()
+            self.control.close()
 
 
 class _Running(Pending):

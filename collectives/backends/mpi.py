@@ -368,14 +368,10 @@ class Mpi(Apart):
     def abort(self, reason: str) -> None:
         self.fail(CollectiveError(reason))
 
-    def disown(self, reason: str) -> None:
-        self._failure, self._closed = reason, True
-        self._in_turn.forget()
-
-    def close(self) -> None:
+    def _close(self) -> None:
         from mpi4py import MPI
 
-        if self._closed or MPI.Is_finalized():
+        if MPI.Is_finalized():
             return
         for child in list(self._children):
             child.close()

@@ -496,6 +496,9 @@ class Shm(Backend):
         self._be_unusual()
         self.host.meeting.disown()
 
+    def drop(self) -> None:
+        self.close()  # in whatever thread: it takes no lock, and does not wait for its own thread in there
+
     def close(self) -> None:
         if self._closed:
             return

@@ -295,13 +295,10 @@ class Tcp(Apart):
         self.fail(CollectiveError(reason))
 
     def disown(self, reason: str) -> None:
-        self._failure, self._closed = reason, True
-        self._in_turn.forget()
+        super().disown(reason)
         self.host.disown()
 
-    def close(self) -> None:
-        if self._closed:
-            return
+    def _close(self) -> None:
         self._in_turn.close()
         self._closed = True
         if not self._failure:

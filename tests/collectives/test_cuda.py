@@ -440,6 +440,29 @@ def test_a_gpu_that_is_full_leaves_nothing_registered(crew: Any) -> None:
     assert crew(full, 2) == [["register", "unregister"]] * 2
 
 
+def collected(comm: Communicator) -> bool:
+    """Whether a family of GPUs is closed that the garbage collector finds in the thread that looks after its calls."""
+    gpu, _ = on_gpu(comm)
+    family = gpu.split(0)
+    assert family is not None
+    engine: Any = family._backend
+    cycle: list[Any] = [family]
+    cycle.append(cycle)
+    gc.disable()
+    del family, cycle
+    engine._ended = lambda rank: gc.collect() and 0
+    engine._guard.join(20)
+    gc.enable()
+    del engine._ended
+    engine.close()  # returns when it is closed, whoever does it
+    gpu.close()
+    return not engine._guard.is_alive() and engine.control._closed
+
+
+def test_a_communicator_may_be_collected_in_a_thread_of_its_own(crew: Any) -> None:
+    assert crew(collected, 2) == [True, True]
+
+
 def test_parts_of_a_ranks_device_memory_lie_apart() -> None:
     for size in (1, 2, 8):
         for channels in (1, 16):

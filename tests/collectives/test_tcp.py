@@ -3,8 +3,10 @@ by way of the hub, and who is gone."""
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import time
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,9 @@ from over_mpi import every_collective, messages
 
 from collectives import CollectiveError, CollectiveMismatchError, CollectiveTimeoutError, Communicator, PeerLostError
 from collectives.backends.tcp import Tcp
+from collectives.channel import Channel
 from collectives.post import Kind, Post
+from collectives.region import CLOSED
 from collectives.rendezvous import Place, meet
 
 
@@ -125,6 +129,41 @@ def to_one_that_does_not_read(comm: Communicator, sender: int) -> str:
 def test_a_send_to_a_rank_that_does_not_read_ends_at_the_deadline(crew: Any, sender: int) -> None:
     """Nor does the hub, rank 0, keep all of it."""
     assert "send(rank 2) did not finish in" in crew(to_one_that_does_not_read, 3, (sender,))[sender]
+
+
+def collected(comm: Communicator) -> list[bool]:
+    """Whether a family that is dropped in a cycle, and collected as a letter is framed, is closed in the end, here and
+    elsewhere."""
+    with Communicator(over_tcp(comm, "aba")) as there, pytest.MonkeyPatch.context() as patched:
+        family = there.split(0)
+        assert family is not None
+        engine: Any = family._backend
+        cycle: list[Any] = [family]
+        cycle.append(cycle)
+        frame = Channel.frame
+
+        def collects(channel: Channel, kind: int, payload: bytes) -> bytes:
+            gc.collect()
+            return frame(channel, kind, payload)
+
+        gc.disable()
+        del family, cycle
+        patched.setattr(Channel, "frame", collects)
+        there.barrier()
+        patched.undo()
+        gc.enable()
+        others, deadline = (
+            [seat for rank, seat in enumerate(engine.regions) if rank != comm.rank],
+            time.monotonic() + 20,
+        )
+        while any(seat.state != CLOSED for seat in others) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return [engine._closed, *(seat.state == CLOSED for seat in others)]
+
+
+def test_a_communicator_may_be_collected_amid_anything(crew: Any) -> None:
+    """In the thread that carries letters, and under the lock of what is to go."""
+    assert crew(collected, 3) == [[True] * 3] * 3
 
 
 def forked(comm: Communicator) -> int:
