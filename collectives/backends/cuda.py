@@ -25,7 +25,7 @@ import numpy as np
 
 from collectives import programs
 from collectives.backends.agreement import raise_problems
-from collectives.backends.device import LOOK, OFFSET_BITS, Block, OnDevice
+from collectives.backends.device import LOOK, OFFSET_BITS, Block, OnDevice, beside
 from collectives.backends.shm import Shm
 from collectives.call import ORDINARY, Call, describe, disagreement
 from collectives.device_arrays import DeviceArray
@@ -562,14 +562,16 @@ class Cuda(OnDevice):
         child = self.control.split(color, key)
         if child is None:
             return None
-        family = None if self._process is None else self._family(child)
-        return Cuda(child, self.driver, family)
+        with beside(child):
+            return Cuda(child, self.driver, None if self._process is None else self._family(child))
 
     def survivors(self) -> Cuda:
         if self._process is not None:
             return super().survivors()  # type: ignore[return-value]
         self.fail(CollectiveError("its survivors have left this communicator"))
-        return Cuda(self.control.survivors(), self.driver)
+        control = self.control.survivors()
+        with beside(control):
+            return Cuda(control, self.driver)
 
     def _family(self, child: Shm) -> Process:
         """The ranks of a sub-communicator in this process: one object for all of them."""

@@ -12,7 +12,8 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -457,6 +458,18 @@ class OnDevice(Backend):
             self._guard.join()
             self._end()
             self.control.close()
+
+
+@contextmanager
+def beside(control: Shm | Tcp) -> Iterator[None]:
+    """Where an engine is made beside `control`, which ends with it: if it cannot be made, those who wait for this rank
+    in there hear so."""
+    try:
+        yield
+    except BaseException as error:
+        control.fail(error)
+        control.close()
+        raise
 
 
 class _Running(Pending):

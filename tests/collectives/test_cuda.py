@@ -463,6 +463,37 @@ def test_a_communicator_may_be_collected_in_a_thread_of_its_own(crew: Any) -> No
     assert crew(collected, 2) == [True, True]
 
 
+def full_of_jobs(comm: Communicator) -> list[Any]:
+    """What a family says that one rank's GPU has no room for, and how many arenas it costs."""
+    gpu, driver = on_gpu(comm)
+    allocate, host = driver.allocate, comm._backend.host  # type: ignore[attr-defined]
+
+    def refuse(nbytes: int) -> int:
+        if nbytes == cuda.JOB_BYTES and comm.rank == 1:
+            raise real.DriverError("CUDA_ERROR_OUT_OF_MEMORY", "cuMemAlloc")
+        return allocate(nbytes)
+
+    told, free = "", [len(host.free_arenas)]
+    driver.allocate = refuse  # type: ignore[method-assign]
+    try:
+        gpu.split(0)
+    except (collectives.CollectiveError, real.DriverError) as error:
+        told = str(error)
+    gc.collect()
+    comm.barrier()  # both have closed it
+    with comm.split(0):  # type: ignore[union-attr]
+        free.append(len(host.free_arenas) + 1)
+    driver.allocate = allocate  # type: ignore[method-assign]
+    gpu.close()
+    return [told, free[0] - free[1]]
+
+
+def test_a_family_that_one_gpu_has_no_room_for_is_nobodys() -> None:
+    first, second = collectives.spawn(full_of_jobs, 2, backend="shm", timeout=20.0)
+    assert "rank 1 gave up: DriverError: cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY" in first[0] and first[1] == 0
+    assert second == ["cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY", 0]
+
+
 def test_parts_of_a_ranks_device_memory_lie_apart() -> None:
     for size in (1, 2, 8):
         for channels in (1, 16):
