@@ -89,8 +89,10 @@ class Topology:
         if unknown or "hosts" not in fields:
             problem = f"does not know {', '.join(unknown)}" if unknown else "needs hosts, the number of ranks on each"
             raise ValueError(f"{name}: a topology {problem}; it has {', '.join(cls.__dataclass_fields__)}")
+        if fields.get("again", 0) is None:
+            del fields["again"]
         for rate in RATES:
-            if fields.get(rate) is not None:
+            if rate in fields:
                 points = fields[rate] if isinstance(fields[rate], list) else [[1, fields[rate]]]
                 fields[rate] = Rate(tuple((float(size), float(speed)) for size, speed in points))
         return cls(**{**fields, "hosts": tuple(fields["hosts"])})

@@ -143,8 +143,11 @@ def test_what_is_measured_is_kept_for_as_many_ranks(
     assert "2 ranks on this machine" in capsys.readouterr().out
     assert tune.main([]) == 0  # one for each processor that there is for them
     assert capsys.readouterr().out.startswith("measuring with 3 ranks on 3 processors")
-    measured.path(2).write_text("{")
-    assert measured.kept(2) is None  # damaged: as if never measured
+    for damaged in ("{", '{"hosts": [2], "own": null}'):
+        measured.path(2).write_text(damaged)
+        assert measured.kept(2) is None  # as if never measured
+    measured.path(2).write_text('{"hosts": [2], "again": null}')
+    assert measured.kept(2) == Topology((2,))
 
 
 @pytest.mark.parametrize(("ranks", "told"), [("1", "nobody to talk to"), ("13", "-n is 12 or less here")])
