@@ -133,7 +133,7 @@ def constants(rounds: Rounds) -> tuple[Topology, int, list[str]]:
     half of the rounds cannot be, or where the middle half of them differs by more than fourfold and 0.2 us.
     """
     left_out, doubts = 0, []
-    near = rounds.signal <= _NEAR * np.quantile(rounds.signal, 0.25) + _SLACK / 4
+    near = rounds.signal <= _NEAR * max(0.0, np.quantile(rounds.signal, 0.25)) + _SLACK / 4
 
     def settle(what: str, times: Array, least: Seconds) -> Seconds:
         nonlocal left_out

@@ -161,10 +161,11 @@ def test_numbers_of_ranks_that_say_nothing_are_refused_at_once(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("signal", [-1e-8, -1e-6])
 def test_what_was_measured_beside_other_programs_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    signal: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    busy = _rounds(signal=np.full(tune.ROUNDS, -1e-8))
+    busy = _rounds(signal=np.full(tune.ROUNDS, signal))
     monkeypatch.setattr(tune, "spawn", lambda fn, ranks, backend: [busy] * ranks)
     assert tune.main(["-n", "2"]) == 1
     told = capsys.readouterr().err
