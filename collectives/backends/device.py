@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,6 +78,9 @@ class OnDevice(Backend):
         self._next_block = 0
         self._enqueued = 0  # calls put into streams
         self._last_stream: int | None = None  # of the last call that was no part of a graph
+        self._left_alone: deque[tuple[int, Any]] = (
+            deque()
+        )  # the events of calls that nobody waits for, and their arrays
         with driver:
             self._last = driver.new_event()
             self._side = driver.new_stream()
@@ -142,12 +146,13 @@ class OnDevice(Backend):
             self._check()
             return self.control.start(call, source, target)
         stream, driver = _stream(source, target), self.driver
+        self._let_go()
         with driver:
             event = driver.new_event()
             driver.record(event, stream)
             driver.wait(self._side, event)
             self.enqueue(call, source, target, self._side, lambda: driver.record(event, self._side))
-        return _Running(self, event, (source, target))
+            return _Running(self, event, (source, target), driver.capturing(self._side), self._left_alone)
 
     def plan(self, call: Call, source: Any, target: Any) -> Callable[..., None]:
         if _on_host(source, target):
@@ -238,6 +243,14 @@ class OnDevice(Backend):
             with self.driver:
                 self.wait_for(self._last)
         self._check()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the arrays of calls that nobody has waited for, and that have ended."""
+        with self.driver as driver:
+            while self._left_alone and driver.done(self._left_alone[0][0]):
+                event, _ = self._left_alone.popleft()
+                driver.drop_event(event)
 
     def wait_for(self, event: int) -> None:
         """Wait, on the host, for an event, in a way that Ctrl-C ends."""
@@ -473,11 +486,13 @@ def beside(control: Shm | Tcp) -> Iterator[None]:
 
 
 class _Running(Pending):
-    """A call in a stream of the communicator's own."""
+    """A call in a stream of the communicator's own. `left_alone`: where its event and its arrays go if it is dropped
+    before anybody has waited for it: what allocates in the caller's streams does not know of that one."""
 
-    def __init__(self, engine: OnDevice, event: int, keep: Any) -> None:
+    def __init__(self, engine: OnDevice, event: int, keep: Any, captured: bool, left_alone: deque[Any]) -> None:
         self._engine, self._event, self._keep = engine, event, keep
-        weakref.finalize(self, _drop_event, engine.driver, event).atexit = False
+        self._needed = [] if captured else [keep]
+        weakref.finalize(self, _drop_event, engine.driver, event, self._needed, left_alone).atexit = False
         self._begun, self._ended = time.monotonic_ns(), 0
 
     def wait(self) -> None:
@@ -487,6 +502,7 @@ class _Running(Pending):
         engine.settle()
         with engine.driver:
             engine.driver.wait(_stream(*self._keep), self._event)
+        self._needed.clear()
 
     def done(self) -> bool:
         with self._engine.driver:
@@ -504,9 +520,12 @@ def _on_host(source: Any, target: Any) -> bool:
     return not isinstance(source, DeviceArray) and not isinstance(target, DeviceArray)
 
 
-def _drop_event(driver: Driver, event: int) -> None:
+def _drop_event(driver: Driver, event: int, needed: Sequence[Any], left_alone: deque[Any]) -> None:
     with driver:
-        driver.drop_event(event)
+        if needed and not driver.done(event):
+            left_alone.append((event, list(needed)))
+        else:
+            driver.drop_event(event)
 
 
 def _free(driver: Driver, address: int) -> None:

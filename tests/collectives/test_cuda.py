@@ -165,6 +165,41 @@ def streams_and_graphs(comm: Communicator) -> None:
     assert ("drop", side) in driver.log
 
 
+def left_alone(comm: Communicator) -> list[bool]:
+    """Whether the array of a call that nobody waits for lives until the call has ended, and no longer."""
+    gpu, driver = on_gpu(comm)
+
+    class Owner:
+        pass
+
+    owner, x, y = Owner(), *(driver.array(np.ones(5000, np.float32), stream=3) for _ in range(2))
+    lent, kept = DeviceArray(x.address, x.shape, x.dtype, 3, owner), weakref.ref(owner)
+    if comm.rank == 1:
+        comm.barrier()
+    gpu.all_reduce(lent, out=lent, async_op=True)
+    del lent, owner
+    gc.collect()
+    alive = [kept() is not None]
+    if comm.rank == 0:
+        comm.barrier()
+    gpu.barrier()
+    work = gpu.all_reduce(y, out=y, async_op=True)
+    gc.collect()
+    alive.append(kept() is not None)
+    work.wait()
+    events = len(driver._events)
+    del work
+    gc.collect()
+    assert len(driver._events) == events - 1 and set(driver.values(x)) == {2.0}
+    gpu.close()
+    return alive if comm.rank == 0 else alive[1:]
+
+
+def test_arrays_of_a_call_that_nobody_waits_for_live_until_it_has_ended() -> None:
+    """Else who allocates in the caller's stream would give their memory to somebody else meanwhile."""
+    assert collectives.spawn(left_alone, 2, backend="shm") == [[True, False], [False]]
+
+
 def test_streams_are_honoured_and_graphs_replayed() -> None:
     collectives.spawn(streams_and_graphs, 2, backend="shm")
 
