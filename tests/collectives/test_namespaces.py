@@ -53,10 +53,11 @@ class Host(NamedTuple):
         return found
 
 
-def run(command: Sequence[str]) -> None:
+def run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"`{' '.join(command)}` may not be run here: {done.stderr.strip()}")
+    return done.stdout
 
 
 @contextmanager
@@ -93,6 +94,11 @@ def hosts() -> Iterator[list[Host]]:
         for each in both:
             run(each.command(["ip", "addr", "add", f"{each.address}/24", "dev", "cable"]))
             run(each.command(["ip", "link", "set", "cable", "up"]))
+        for each in both:  # an end is seen to be up a little after both are: UCX does not find it before
+            ends = time.monotonic() + PATIENCE
+            while "state UP" not in run(each.command(["ip", "link", "show", "cable"])):
+                assert time.monotonic() < ends
+                time.sleep(0.01)
         yield both
 
 
@@ -195,8 +201,12 @@ def test_reducing_and_training_over_mpi_until_the_cable_is_pulled(hosts: list[Ho
     options = ["-launcher", "ssh", "-launcher-exec", str(reach), "-localhost", hosts[0].address, "-iface", "cable"]
     options += ["-hosts", ",".join(each.address for each in hosts), "-ppn", "2", "-n", str(SIZE)]
     command = hosts[0].command([str(mpi.mpiexec), *options, *program(tmp_path, "over_mpi")])
+    over_cable = mpi.environment() | {
+        "UCX_TLS": "tcp",
+        "UCX_NET_DEVICES": "cable",
+    }  # it may try the loopback device else
     with open(tmp_path / "said", "w+") as said:
-        launcher = subprocess.Popen(command, env=environ(**mpi.environment(), UCX_TLS="tcp"), stdout=said, stderr=said)
+        launcher = subprocess.Popen(command, env=environ(**over_cable), stdout=said, stderr=said)
         try:
             wait_for([tmp_path / f"told {rank}" for rank in range(SIZE)], [launcher])
             assert told(tmp_path, "told") == [["shm+mpi", [], 1]] * SIZE
