@@ -99,4 +99,5 @@ def test_mpi(name: str, op: str) -> None:
 
 
 def over_mpi(op: str) -> None:
-    print(*wrong(Mpi(), 2, [Candidate("mpi")], op), flush=True)
+    both = " ".join(map(str, wrong(Mpi(), 2, [Candidate("mpi")], op)))
+    print(f"{both}\n", end="", flush=True)  # in one piece, also where output has no buffer
