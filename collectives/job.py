@@ -168,6 +168,7 @@ class Job:
         self.words[x.JOB_COMBINE] = combine
         self.words[x.JOB_SCALE] = scale
         self.words[x.JOB_RANKS] = link.size
+        self.words[x.JOB_BRIEF] = program.cells == 1 and longest * dtype.itemsize <= LINE
         for place, table in self.tables.items():
             self.words[place] = table.ctypes.data
         self.descriptor = self.words[x.JOB_DESCRIPTOR : x.JOB_DESCRIPTOR + len(descriptor)]

@@ -75,7 +75,8 @@ JOB_SIGNALS_IN = 14  # -> signals per slice from each rank
 JOB_OPERANDS = 15  # -> room for addresses: 2 * size + 2 words a channel
 JOB_ALTERNATIVE = 16  # -> the job to run where the ranks agree in what they call, not in where their arrays lie (GPU)
 JOB_BASES = 17  # -> what each rank's places count from, as addresses of this process; 0 if INPUTS and OUTPUTS stand
-JOB_DESCRIPTOR = 18  # DESCRIPTOR_WORDS words; the last two are the places of INPUT and OUTPUT
+JOB_BRIEF = 18  # not zero: a rank's scratch holds a line of data at most, which may be fetched with its flag (CPU)
+JOB_DESCRIPTOR = 19  # DESCRIPTOR_WORDS words; the last two are the places of INPUT and OUTPUT
 JOB_PLACE = JOB_DESCRIPTOR + DESCRIPTOR_WORDS  # for each channel: PLACE_WORDS words
 PLACE_PC = 0
 PLACE_SLICE = 1
@@ -178,10 +179,14 @@ def enter(job: int, place: int, channel: int) -> int:
         store_word(place + 8 * PLACE_ENTERED, 1)
         store_word(place + 8 * PLACE_PEER, 0)
     size = load_word(link + 8 * LINK_SIZE)
+    slot = load_word(counters_of(link, channel) + 8 * COUNT_SLOT) * load_word(link + 8 * LINK_SLOT_BYTES)
+    spins, yields = load_word(link + 8 * LINK_SPINS), load_word(link + 8 * LINK_YIELDS)
+    brief = load_word(job + 8 * JOB_BRIEF) != 0
     for peer in range(load_word(place + 8 * PLACE_PEER), size):
         store_word(place + 8 * PLACE_PEER, peer)
         theirs = load_word(boards + 8 * peer) + page
-        if not await_flag(theirs, call, load_word(link + 8 * LINK_SPINS), load_word(link + 8 * LINK_YIELDS)):
+        data = load_word(load_word(link + 8 * LINK_SCRATCH) + 8 * peer) + slot if brief else 0
+        if not await_flag(theirs, call, spins, yields, data):
             return BLOCKED
     bases = load_word(job + 8 * JOB_BASES)
     agreed = DESCRIPTOR_WORDS if bases == 0 else DESCRIPTOR_WORDS - 2

@@ -39,6 +39,11 @@ def raise_flag(flag: int, value: int) -> None:
 
 
 @primitive
+def fetch_ahead(address: int) -> None:
+    """A hint that the memory at `address` will be read soon (CPU)."""
+
+
+@primitive
 def add_word(address: int, value: int) -> int:
     """Add to the 64-bit word at `address` in one step, as no load and store can; what it was. A full fence.
 
@@ -130,10 +135,13 @@ def reached(value: int, target: int) -> bool:
 
 
 @portable
-def await_flag(flag: int, target: int, spins: int, yields: int) -> bool:
-    """Wait until the flag reaches `target`. False: it has not, in about 50 ms."""
+def await_flag(flag: int, target: int, spins: int, yields: int, data: int = 0) -> bool:
+    """Wait until the flag reaches `target`. False: it has not, in about 50 ms. `data`, if given: where what it tells of
+    begins, which is then on its way to this core at the same time as the flag."""
     round = 0
     while True:
+        if data != 0:
+            fetch_ahead(data)
         seen = load_acquire(flag)
         if reached(seen, target):
             return True

@@ -216,7 +216,7 @@ def _reduction(dtype: DType, operation: str) -> Any:
     for name, (width, count) in widths.items():
         align = Group(dtype, operation, 1, 1).bytes if name == "reduce_one" else _VECTOR
         group = group_bodies(_Group(dtype, operation, width, align, count), intrinsic)
-        bodies[name] = bind(elementwise.reduce_group, {**group, "load_word": load_word}, _jit)
+        bodies[name] = bind(elementwise.reduce_groups, {**group, "load_word": load_word}, _jit)
     return bind(elementwise.reduce, bodies, _jit)
 
 
@@ -256,6 +256,7 @@ PRIMITIVES = {
     "load_acquire": load_acquire,
     "raise_flag": raise_flag,
     "doze": doze,
+    "fetch_ahead": _jit(lambda address: None),
     "sync": sync,
     "copy_bytes": bind(elementwise.copy, _copy_bodies(), _jit),
     "combine": combine,

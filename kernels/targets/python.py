@@ -45,6 +45,7 @@ PRIMITIVES: dict[str, Any] = {
     "compare_exchange": primitives.compare_exchange,
     "now": primitives.now,
     "doze": primitives.doze,
+    "fetch_ahead": primitives.fetch_ahead,
     "sync": primitives.sync,
     "copy_past_caches": primitives.copy_past_caches,
     "copy_bytes": bind(elementwise.copy, _COPIES, as_it_is),
@@ -71,7 +72,7 @@ def reduction(dtype: DType, operation: str) -> Callable[..., int]:
         group = _Group(dtype, operation, width, pieces)
         names = ("load", "store", "apply", "premultiply", "finish")
         methods = {method: getattr(group, method) for method in names}
-        bound[name] = bind(elementwise.reduce_group, {**methods, "load_word": primitives.load_word}, as_it_is)
+        bound[name] = bind(elementwise.reduce_groups, {**methods, "load_word": primitives.load_word}, as_it_is)
     reduce: Callable[..., int] = np.errstate(all="ignore")(bind(elementwise.reduce, bound, as_it_is))
     return reduce
 
@@ -106,7 +107,7 @@ def optimizer(rule: str, dtype: DType) -> Callable[[int, int, int], int]:
 
 @dataclass(frozen=True)
 class _Group:
-    """The primitives of `elementwise.reduce_group`. A group is an array of accumulators; complex numbers are pairs."""
+    """The primitives of `elementwise.reduce_groups`. A group is an array of accumulators; complex numbers are pairs."""
 
     dtype: DType
     operation: str

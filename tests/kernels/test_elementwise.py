@@ -134,6 +134,8 @@ def shapes(rng: np.random.Generator) -> Iterator[tuple[int, int, int]]:
     """(count, sources, destinations): every count with every number of sources; the largest once."""
     for count, nsrc in itertools.product(SIZES[:-1], range(1, 6)):
         yield count, nsrc, int(rng.integers(1, 4))
+    for ndst in (1, 2, 3):  # of two sources, which have a way of their own
+        yield SIZES[-2], 2, ndst
     yield SIZES[-1], 3, 2
 
 
@@ -304,6 +306,26 @@ def test_lanes_copy_every_byte_and_no_other(lanes: int) -> None:
             target.check_canaries()
 
 
+def test_the_processor_copies_every_byte_and_no_other() -> None:
+    """Below, within and beyond the lengths that our own loop copies."""
+    from numba import njit
+
+    from kernels.targets import cpu
+
+    @njit
+    def copy(dst, src, nbytes):  # type: ignore[no-untyped-def]
+        cpu.copy_bytes(dst, src, nbytes, 0, 1)
+
+    rng = np.random.default_rng(7)
+    for nbytes in (0, 1, 8191, 8192, 8193, 8447, 8448, 20_001, 1 << 20, (1 << 20) + 1):
+        for shifts in ((0, 0), (16, 0), (0, 16), (63, 1), (4, 60)):
+            source, target = (Operand(find("uint8"), nbytes, shift) for shift in shifts)
+            source.set(rng.integers(0, 256, nbytes, np.uint8))
+            copy(target.address, source.address, nbytes)
+            assert (target.get() == source.get()).all()
+            target.check_canaries()
+
+
 # Rounding: a kernel of the tests' own, which casts float32 to a small float and back.
 
 
@@ -319,7 +341,7 @@ def cast(source: str, target: str, width: int, half: bool) -> Callable[..., None
 
     read = group_bodies(Group(find(source), "sum", width, align=1, half=half), intrinsic)
     write = group_bodies(Group(find(target), "sum", width, align=1, half=half), intrinsic)
-    copy_group = bind(elementwise.reduce_group, {**read, "store": write["store"], "load_word": cpu.load_word}, njit)
+    copy_groups = bind(elementwise.reduce_groups, {**read, "store": write["store"], "load_word": cpu.load_word}, njit)
     sizes = width * find(source).itemsize, width * find(target).itemsize
 
     @njit
@@ -327,7 +349,7 @@ def cast(source: str, target: str, width: int, half: bool) -> Callable[..., None
         for g in range(groups):
             cpu.store_word(addresses, dst + g * sizes[1])
             cpu.store_word(addresses + 8, src + g * sizes[0])
-            copy_group(addresses, 1, addresses + 8, 1, 0, 0, 0, 0, 0)
+            copy_groups(addresses, 1, addresses + 8, 1, 0, 0, 1, 0, 0, 0, 0)
 
     return copy
 

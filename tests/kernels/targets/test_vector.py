@@ -29,7 +29,7 @@ def as_on_cuda(dtype: str, operation: str) -> Callable[..., int]:
     for name, width, pieces in (("reduce_many", 2 * few, 2), ("reduce_few", few, 1), ("reduce_one", 1, 1)):
         group = Group(find(dtype), operation, width, 1 if name == "reduce_one" else 16, pieces)
         primitives = {**group_bodies(group, intrinsic), "load_word": cpu.load_word}
-        bodies[name] = bind(elementwise.reduce_group, primitives, njit)
+        bodies[name] = bind(elementwise.reduce_groups, primitives, njit)
     return bind(elementwise.reduce, bodies, njit)
 
 
