@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collectives.backends.shm import Shm
 
 ARENAS = 32  # for sub-communicators that are alive at one time
-_SHARE = 4  # each has this fraction of the world's address space; the memory is sparse
+SHARE = 4  # each has this fraction of the world's address space; the memory is sparse
 
 
 class Birth(NamedTuple):
@@ -46,11 +46,11 @@ class Host:
                 f"has a GPU, use backend='nccl'; else start them by mpirun or srun, with backend='shm+mpi'"
             )
         self.meeting = meeting
-        wanted = heap_bytes((1 + ARENAS // _SHARE) * meeting.size)
+        wanted = heap_bytes((1 + ARENAS // SHARE) * meeting.size)
         scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
         mine = json.dumps([wanted, scratch, sorted(os.sched_getaffinity(0)), cgroup.cpu_quota()]).encode()
         answers = [json.loads(answer) for answer in meeting.exchange(mine)]
-        world = max(1, min(heap for heap, *_ in answers) // (_SHARE * PAGE)) * (_SHARE * PAGE)
+        world = max(1, min(heap for heap, *_ in answers) // (SHARE * PAGE)) * (SHARE * PAGE)
         # Together: a launcher may have bound each rank to a core of its own.
         cores = threads.share([set().union(*(mask for *_, mask, _ in answers))], 0, answers[0][-1])
         self.crowded = meeting.size > cores
@@ -59,7 +59,7 @@ class Host:
         known = measured.kept(meeting.size, cores) if meeting.rank == 0 else None
         text, *_ = meeting.exchange(known.text().encode() if known else b"")
         self.tuned = Topology.parse(text.decode()) if text else None
-        own = Segment.create(0, 0, world * (1 + ARENAS // _SHARE))
+        own = Segment.create(0, 0, world * (1 + ARENAS // SHARE))
         with ExitStack() as undo:
             undo.callback(own.close)
             descriptors = [fd for fd in meeting.exchange_fd(own.fd) if fd is not None]
@@ -113,8 +113,8 @@ class Host:
 
 def arenas(nbytes: int) -> list[tuple[int, int]]:
     """(offset, bytes) of every arena in a segment of so many bytes."""
-    share = nbytes // (_SHARE + ARENAS)
-    world = share * _SHARE
+    share = nbytes // (SHARE + ARENAS)
+    world = share * SHARE
     return [(0, world), *((world + index * share, share) for index in range(ARENAS))]
 
 

@@ -73,8 +73,12 @@ def raise_problems(
     kind: type[Exception], problems: Sequence[str], name: Callable[[int], str] = "rank {}".format
 ) -> None:
     """Raise, if a rank has a problem. `problems`: the ranks', by rank; empty for none."""
-    if any(problems):
-        raise kind("; ".join(f"{name(rank)}: {text}" for rank, text in enumerate(problems) if text))
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(problems):
+        if text:
+            ranks.setdefault(text, []).append(name(rank))
+    if ranks:
+        raise kind("; ".join(f"{', '.join(names)}: {text}" for text, names in ranks.items()))
 
 
 def _refuse(engine: CanFail, text: str) -> None:

@@ -25,7 +25,7 @@ from collectives.backends.base import Backend, Failing, MessageWay, Pending, Rea
 from collectives.call import ORDINARY, Call, describe, disagreement, name_ranks
 from collectives.deadlock import Doing, Waiting
 from collectives.errors import CollectiveError, CollectiveMismatchError, ProgramError
-from collectives.host import ARENAS, Birth, Host
+from collectives.host import ARENAS, SHARE, Birth, Host
 from collectives.job import Job, Link
 from collectives.ledger import NBYTES, Ledger
 from collectives.lowering import Memory
@@ -69,10 +69,11 @@ class Shm(Backend):
         mail = scratch + SLOTS * slot
         heap = mail + Streams.bytes(self.size)
         if heap >= start + room:
+            needed = (heap - start) * (SHARE if arena else 1)
             raise MemoryError(
                 f"MGPU_HEAP is too small: a communicator of {self.size} ranks takes {heap - start:,} bytes before "
                 f"its first array, and has {room:,}, which is a quarter of the world's where it was split off; set it "
-                f"to 64M or more, or leave it out"
+                f"to {max(64, 1 << (needed >> 20).bit_length())}M or more, or leave it out"
             )
         host.own.release(start, room)  # whoever had the arena before: it reads as zero
         host.own.commit(start, mail - start)
