@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from collectives import cgroup, measured, threads
 from collectives.cost import Topology
-from collectives.memory import PAGE, Heap, Segment, heap_bytes, parse_bytes
+from collectives.memory import PAGE, Heap, Segment, heap_bytes, scratch_setting
 from collectives.rendezvous import Meeting
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class Host:
             )
         self.meeting = meeting
         wanted = heap_bytes((1 + ARENAS // SHARE) * meeting.size)
-        scratch = parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
-        mine = json.dumps([wanted, scratch, sorted(os.sched_getaffinity(0)), cgroup.cpu_quota()]).encode()
+        mine = json.dumps([wanted, scratch_setting(), sorted(os.sched_getaffinity(0)), cgroup.cpu_quota()]).encode()
         answers = [json.loads(answer) for answer in meeting.exchange(mine)]
         world = max(1, min(heap for heap, *_ in answers) // (SHARE * PAGE)) * (SHARE * PAGE)
         # Together: a launcher may have bound each rank to a core of its own.

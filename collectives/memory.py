@@ -39,6 +39,11 @@ _MAP_NORESERVE = 0x4000  # mmap.MAP_NORESERVE, which Python 3.10 does not name; 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
+def scratch_setting() -> int:
+    """MGPU_SCRATCH, in bytes; 0 where it is not set. Raises ValueError for what is no size."""
+    return parse_bytes(os.environ.get("MGPU_SCRATCH") or "0", "MGPU_SCRATCH")
+
+
 def scratch_bytes(size: int) -> int:
     """The usual bytes of scratch of each of `size` ranks of one host."""
     return max(LEAST_SCRATCH, SCRATCH_PER_RANK * size)

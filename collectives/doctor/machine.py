@@ -74,7 +74,10 @@ def room(left: int | None = None) -> Finding:
     """Memory that may still be taken; `left` stands in for it in tests."""
     limit = cgroup.memory_left()
     left = memory.available() if left is None else left
-    scratch = memory.parse_bytes(os.environ.get("MGPU_SCRATCH", "0"), "MGPU_SCRATCH")
+    try:
+        scratch = memory.scratch_setting()
+    except ValueError:  # which `software.settings` tells of
+        scratch = 0
     scratch = scratch or memory.scratch_bytes(len(os.sched_getaffinity(0)))
     facts = {"available": left, "group_limit_left": limit, "scratch_a_rank": scratch}
     what = f"{size(left)} may still be taken{'' if limit is None else ' (a control group sets a limit)'}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import kernels
 from collectives import environment, installation
 from collectives.doctor.finding import Finding
+from collectives.memory import parse_bytes
 from collectives.wording import counted
 from kernels import native
 
@@ -33,6 +34,7 @@ SETTINGS = {  # that users set, and what for
     "MGPU_TIMELINE": "file for a timeline of all ranks' calls",
     "MGPU_SECRET": "what ranks prove to each other, 16 characters or more",
 }
+_SIZES = {"MGPU_HEAP", "MGPU_SCRATCH"}
 _BY_LAUNCHER = {"MGPU_RANK", "MGPU_SIZE", "MGPU_LOCAL_RANK", "MGPU_LOCAL_SIZE", "MGPU_RUN", "MGPU_REPORT"}
 _PATIENCE = 30.0  # seconds for another program to tell its version
 
@@ -95,7 +97,13 @@ def settings(environ: Mapping[str, str] = os.environ) -> list[Finding]:
     for name in sorted(name for name in environ if name.startswith("MGPU_") and name not in _BY_LAUNCHER):
         if name in SETTINGS:
             value = "***" if name == "MGPU_SECRET" else environ[name]
-            found.append(Finding("setting", f"{name}={value}: {SETTINGS[name]}", facts={"name": name, "value": value}))
+            facts = {"name": name, "value": value}
+            try:
+                if name in _SIZES and value:
+                    parse_bytes(value, name)
+                found.append(Finding("setting", f"{name}={value}: {SETTINGS[name]}", facts=facts))
+            except ValueError as error:
+                found.append(Finding("setting", str(error), "correct it, or leave it out", True, facts))
         elif not name.startswith("MGPU_BENCH_"):
             close = difflib.get_close_matches(name, SETTINGS, n=1)
             advice = f"did you mean {close[0]}?" if close else f"there are: {', '.join(SETTINGS)}"

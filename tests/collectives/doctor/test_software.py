@@ -1,5 +1,6 @@
 """What the doctor says of the environment and of libraries that do not fit together."""
 
+from collectives import doctor
 from collectives.doctor import software
 
 
@@ -16,6 +17,14 @@ def test_a_misspelt_setting_is_noticed_and_a_secret_is_not_shown():
     found = software.settings({"MGPU_HEEP": "1G", "MGPU_SECRET": "x" * 32, "MGPU_RANK": "0"})
     assert [finding.advice for finding in found] == ["did you mean MGPU_HEAP?", ""]
     assert "x" * 32 not in str(found)
+
+
+def test_a_size_that_is_none_is_serious_and_everything_else_is_examined_all_the_same(monkeypatch):
+    monkeypatch.setenv("MGPU_SCRATCH", "junk")
+    monkeypatch.setenv("MGPU_HEAP", "")
+    serious = [found for found in doctor.examine(trials=False) if found.serious and found.topic == "setting"]
+    assert [found.what.partition(";")[0] for found in serious] == ["MGPU_SCRATCH='junk' is not a size"]
+    assert software.settings({"MGPU_HEAP": "64G", "MGPU_SCRATCH": ""})[0].mark == "✓"
 
 
 def test_every_setting_in_the_code_is_known():
