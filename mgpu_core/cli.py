@@ -31,6 +31,7 @@ OURS = ("kernels", "collectives", "mgpu_core", "bench")
 def main(argv: list[str] | None = None) -> int:
     """Run one command; its exit code, or 1 for an error that explains itself, 2 for wrong usage, 130 for Ctrl-C,
     141 if nobody reads on."""
+    open_standard_streams()
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -45,6 +46,14 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"mgpu: {told(error)}", file=sys.stderr)
         return 1
+
+
+def open_standard_streams() -> None:
+    """Let those that this process was started without (`>&-`) be /dev/null, lest the next file that is opened gets a
+    number of theirs, and what ranks print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def dispatch(argv: list[str]) -> int:

@@ -127,6 +127,17 @@ def test_nobody_reads_on(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_without_standard_output_nothing_is_printed_and_all_works(tmp_path: Path) -> None:
+    """As after `>&-`: what ranks print is nobody's, and their failures are seen."""
+    program = tmp_path / "program.py"
+    program.write_text("import os; print('unseen'); raise SystemExit(3 * (os.environ['MGPU_RANK'] == '1'))")
+    command = [sys.executable, "-m", "mgpu_core", "run", "-n", "2", str(program)]
+    closed = subprocess.run(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60, preexec_fn=lambda: os.closerange(0, 2)
+    )
+    assert (closed.returncode, closed.stderr) == (3, "mgpu run: rank 1 ended with exit code 3\n")
+
+
 def test_an_error_of_ours_is_a_line_and_a_bug_is_a_traceback(
     command: Callable[[Callable[[list[str]], int]], None],
     capsys: pytest.CaptureFixture[str],
