@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # microsecond that a load takes: 16 would not fill it. vLLM's kernel has 36. Not measured; `make gpu-check` compares.
 CHANNELS = 32
 SCRATCH_BYTES = 16 << 20  # of a rank, for arrays outside symmetric memory; MGPU_SCRATCH of rank 0 changes it
-JOB_BYTES = 8 << 20  # for the jobs of the calls that are kept
+JOB_BYTES = 16 << 20  # for the jobs of the calls that are kept, a thousand or more of 8 ranks with CHANNELS
 _FAREWELL = 1.0  # seconds that a rank waits for the others to close, to give memory back that they see
 _LOOKS = 200  # at a flag, before the first nap
 _SHARED = 2 << 20  # bytes that memory for other processes is a multiple of: what is smaller CUDA puts beside other

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import Communicator, arrays, threads
+from collectives import Communicator, arrays, programs, threads
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
@@ -28,11 +28,15 @@ from fakegpu import FakeDriver, on_gpu
 from collectives.backends import cuda
 from collectives.backends.cuda import Layout
 from collectives.backends.shm import Shm
+from collectives.call import make_call
 from collectives.device_arrays import DeviceArray
 from collectives.environment import place as standing
 from collectives.initialise import _gpu, _join, join_all
+from collectives.job import Job, Link, relocate
+from collectives.lowering import Memory
 from kernels import driver as real
 from kernels import grid, lowlatency
+from kernels.dtypes import find
 
 
 def every_collective(comm: Communicator) -> None:
@@ -529,9 +533,21 @@ def test_a_family_that_one_gpu_has_no_room_for_is_nobodys() -> None:
     assert second == ["cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY", 0]
 
 
+def test_a_thousand_calls_of_eight_ranks_are_kept() -> None:
+    """As graphs of some training steps have: what is captured keeps its job."""
+    none, call = [0] * 8, make_call("all_reduce", find("float32"), 1 << 20, algorithm="two_shot")
+    link = Link(
+        0, scratch=none, boards=none, flags_in=none, flags_out=none, finished=0, slots=4, slot_bytes=4 << 20,
+        patience=(1, 1), channels=cuda.CHANNELS,
+    )  # fmt: skip
+    kinds: tuple[Memory, ...] = ("symmetric", "staged")
+    jobs = [Job(link, *programs.for_call(call, link, memory), call.dtype, channels=cuda.CHANNELS) for memory in kinds]
+    assert sum(relocate(job.words, job.tables, 0).nbytes for job in jobs) <= cuda.JOB_BYTES / 1000
+
+
 def test_parts_of_a_ranks_device_memory_lie_apart() -> None:
     for size in (1, 2, 8):
-        for channels in (1, 16):
+        for channels in (1, cuda.CHANNELS):
             layout = Layout(size, channels, 64 << 10)
             board = channels * 16 * 64
             assert layout.flags >= board and layout.scratch >= layout.flags + channels * layout.flags_stride
