@@ -497,14 +497,12 @@ class Shm(Backend):
         self._be_unusual()
         self.host.meeting.disown()
 
-    def drop(self) -> None:
-        self.close()  # in whatever thread: it takes no lock, and does not wait for its own thread in there
-
     def close(self) -> None:
         if self._closed:
             return
-        if self._progress is not None:
-            self._progress.close()
+        progress = self._progress  # another thread may be closing, too
+        if progress is not None:
+            progress.close()
         self._closed, self._progress = True, None
         self._be_unusual()
         if not self._failure:

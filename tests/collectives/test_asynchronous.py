@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -381,6 +382,37 @@ def collected_by_its_own_thread(comm: Communicator) -> bool:
 
 def test_a_communicator_dropped_in_its_own_thread(crew: Crews) -> None:
     assert crew(collected_by_its_own_thread, 2) == [True, True]
+
+
+def collected_by_anothers_thread(comm: Communicator) -> float:
+    """Where that thread is another communicator's, for whose call the peer waits before it makes the dropped one's."""
+    dropped, other = comm.split(0), comm.split(0)
+    assert dropped is not None and other is not None
+    if comm.rank == 1:
+        time.sleep(0.2)  # until the other's thread has something to see to
+        total = other.all_reduce(np.ones(1_000_000))[0]
+        dropped.all_reduce(np.ones(3))
+        return float(total)
+    engine: Any = other._backend
+    complete = engine.complete
+
+    def collects(*arguments: Any) -> None:
+        gc.collect()
+        complete(*arguments)
+
+    work = dropped.all_reduce(np.ones(3), async_op=True)
+    cycle: list[Any] = [dropped]
+    cycle.append(cycle)
+    gc.disable()
+    del dropped, cycle
+    engine.complete = collects
+    total = other.all_reduce(np.ones(1_000_000), async_op=True).wait()[0]
+    gc.enable()
+    return float(total) + float(work.wait()[0]) - comm.size
+
+
+def test_a_communicator_dropped_in_anothers_thread() -> None:
+    assert collectives.spawn(collected_by_anothers_thread, 2, timeout=15.0) == [2.0, 2.0]
 
 
 def interrupted(comm: Communicator, begun: bool) -> list[Any]:
