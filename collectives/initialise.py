@@ -208,11 +208,14 @@ def over_nccl(backend: str, control: Shm | Tcp, driver: Driver, library: Any) ->
     if backend == "nccl":
         return Nccl(control, driver, library)
     from collectives.backends.cuda import Cuda
+    from collectives.backends.device import beside
     from collectives.backends.gpu_hosts import GpuHosts
 
     if isinstance(control, Shm):  # one host, where there is nothing between
         return Cuda(control, driver)
-    return GpuHosts(control, driver, library, Cuda(on_this_host(control), driver))
+    local = on_this_host(control)
+    with beside(local):
+        return GpuHosts(control, driver, library, Cuda(local, driver))
 
 
 def on_this_host(control: Tcp) -> Shm:

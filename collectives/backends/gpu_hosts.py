@@ -8,6 +8,7 @@ an all-gather inside, all in the caller's stream: every byte crosses the network
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from collectives.backends.agreement import together
 from collectives.backends.cuda import Cuda
-from collectives.backends.device import Block, OnDevice
+from collectives.backends.device import Block, OnDevice, beside
 from collectives.backends.inside import inside
 from collectives.backends.nccl import Nccl, Request, translate
 from collectives.backends.tcp import Tcp
@@ -121,10 +122,29 @@ class GpuHosts(Nccl):
     def split(self, color: int | None, key: int) -> OnDevice | None:
         self._finish()
         child = self.control.split(color, key)
+        with nullcontext() if child is None else beside(child):
+            return self._found(child, color)
+
+    def _found(self, child: Tcp | None, color: int | None) -> OnDevice | None:
+        """The engine beside `child`, of the ranks that gave this color; all ranks call it together."""
         members = [] if child is None else [self.control.members.index(member) for member in child.members]
         across = not set(members) <= set(self.neighbours)
-        with inside(self.neighbours, self._hostname):
-            local = self.local.split(color, members.index(self.rank) if members else 0)
+
+        def split() -> Cuda | None:
+            try:
+                with inside(self.neighbours, self._hostname):
+                    return self.local.split(color, members.index(self.rank) if members else 0)
+            except MemoryError:
+                raise
+            except BaseException as error:  # the other hosts wait for this one
+                self.fail(error)
+                raise
+
+        def close(local: Cuda | None) -> None:
+            if local is not None:
+                local.close()
+
+        local = together(self.control, split, close, self._name)
         with self.driver, self._failing:
             with self._calling("split"):
                 first, place = (members[0], members.index(self.rank)) if across else (_NO_COLOR, 0)
@@ -142,7 +162,8 @@ class GpuHosts(Nccl):
     def survivors(self) -> GpuHosts:
         self.fail(CollectiveError("its survivors have left this communicator"))
         control = self.control.survivors()
-        return GpuHosts(control, self.driver, self._nccl, self.local.survivors())
+        with beside(control):
+            return GpuHosts(control, self.driver, self._nccl, self.local.survivors())
 
     def _check(self) -> None:
         if self._lost is None:

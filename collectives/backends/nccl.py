@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collectives.backends.agreement import together
-from collectives.backends.device import LOOK, Block, OnDevice
+from collectives.backends.device import LOOK, Block, OnDevice, beside
 from collectives.backends.shm import Shm
 from collectives.backends.tcp import Tcp
 from collectives.call import Call, describe, scale_value
@@ -526,13 +526,16 @@ class Nccl(OnDevice):
             self._settle("split")
         if child is None:
             return None
-        engine = Nccl(child, self.driver, self._nccl, comm)
+        with beside(child):
+            engine = Nccl(child, self.driver, self._nccl, comm)
         self._children.add(engine)
         return engine
 
     def survivors(self) -> Nccl:
         self.fail(CollectiveError("its survivors have left this communicator"))
-        return Nccl(self.control.survivors(), self.driver, self._nccl)
+        control = self.control.survivors()
+        with beside(control):
+            return Nccl(control, self.driver, self._nccl)
 
     def close(self) -> None:
         for child in list(self._children):

@@ -28,8 +28,8 @@ from survivors import outcomes
 
 import collectives
 import kernels.driver
-from collectives import Communicator, initialise
-from collectives.backends import gpu_hosts, nccl
+from collectives import CollectiveError, Communicator, initialise
+from collectives.backends import cuda, gpu_hosts, nccl
 
 
 def joined(comm: Communicator) -> None:
@@ -251,6 +251,37 @@ def test_an_identifier_tells_where_rank_0_waits() -> None:
 
 
 # Survivors
+
+
+def full(comm: Communicator) -> list[str]:
+    """What ranks say where one of them has no room on its GPU for what its host's ranks share: in the world, and in a
+    family."""
+    allocate, told = FakeDriver.allocate, []
+
+    def refuse(driver: FakeDriver, nbytes: int) -> int:
+        if nbytes == cuda.JOB_BYTES and comm.rank == 1:
+            raise kernels.driver.DriverError("CUDA_ERROR_OUT_OF_MEMORY", "cuMemAlloc")
+        return allocate(driver, nbytes)
+
+    errors = CollectiveError, kernels.driver.DriverError
+    with mock.patch.object(FakeDriver, "allocate", refuse), pytest.raises(errors) as caught:
+        over_nccl_and_tcp(comm, "aab", "cuda+nccl", 30.0)
+    told.append(str(caught.value))
+    comm.barrier()
+    gpu, *_ = over_nccl_and_tcp(comm, "aab", "cuda+nccl", 30.0)
+    with mock.patch.object(FakeDriver, "allocate", refuse), pytest.raises(errors) as caught:
+        gpu.split(0)
+    told.append(str(caught.value))
+    gpu.abort()
+    gpu.close()
+    return told
+
+
+def test_a_gpu_without_room_ends_the_wait_of_its_host_and_of_the_others() -> None:
+    first, full_one, elsewhere = collectives.spawn(full, 3, backend="shm")
+    for told in first + elsewhere:
+        assert "gave up" in told and "CUDA_ERROR_OUT_OF_MEMORY" in told, told
+    assert full_one == ["cuMemAlloc: CUDA_ERROR_OUT_OF_MEMORY"] * 2
 
 
 def left_over(comm: Communicator, victim: int) -> str:
