@@ -290,7 +290,7 @@ def _run(options: argparse.Namespace, size: int, attempt: int) -> tuple[int, int
             ranks.send_signal(received[-1])
         failed = _watch(ranks, reports, output, received)
         stopped = [rank.number for rank in ranks.running]
-        ranks.stop()
+        ranks.stop(output=output)
         reports.read()
         output.drain()
         if received:

@@ -19,6 +19,7 @@ from typing import Any
 
 from collectives import failure, threads
 from collectives.channel import wait_for
+from collectives.output import WholeLines
 from collectives.roll import Roll, describe_end
 
 GRACE = 5.0  # seconds that ranks have to end by themselves after one has failed, and again after SIGTERM
@@ -112,12 +113,13 @@ class Ranks:
             with suppress(ProcessLookupError):  # it has ended, where SIGCHLD is ignored; else its id is still its own
                 os.kill(rank.process.pid, number)
 
-    def stop(self, number: int = signal.SIGTERM, grace: float | None = None) -> None:
-        """End all ranks: by this signal, with `grace` seconds to heed it (None: GRACE), then by SIGKILL."""
+    def stop(self, number: int = signal.SIGTERM, grace: float | None = None, output: WholeLines | None = None) -> None:
+        """End all ranks: by this signal, with `grace` seconds to heed it (None: GRACE), then by SIGKILL. What they say
+        meanwhile is `output`'s to copy: they may wait for that."""
         try:
             self.send_signal(number)
             self.send_signal(signal.SIGCONT)  # one that is stopped hears it only then
-            self._wait_for_all(GRACE if grace is None else grace)
+            self._wait_for_all(GRACE if grace is None else grace, output)
         finally:  # at Ctrl-C, at once
             self.send_signal(signal.SIGKILL)
             self._wait_for_all(GRACE)
@@ -138,10 +140,12 @@ class Ranks:
             self.all = []
             self._roll.close()
 
-    def _wait_for_all(self, seconds: float) -> None:
+    def _wait_for_all(self, seconds: float, output: WholeLines | None = None) -> None:
         deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline:
-            self.wait([], deadline)
+            ready, _ = self.wait(output.pipes if output else [], deadline)
+            if output:
+                output.pump(ready)
 
     def _has_ended(self, rank: Rank) -> bool:
         """Notes how. It stays a zombie until `close`, so that its id, which names its group, is not used again."""

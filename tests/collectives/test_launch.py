@@ -509,6 +509,23 @@ def test_of_a_line_without_an_end_little_is_kept(prefix):
     assert sink.getvalue() == expected
 
 
+def test_a_rank_may_say_much_as_it_is_ended(tmp_path):
+    """More than a pipe holds, before it saves what it has."""
+    text = """
+def end(number, frame):
+    print("last words " * 100_000, flush=True)
+    open(f"{sys.argv[1]}/saved", "w").close()
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+if rank == 1:
+    sys.exit(3)
+while True:
+    time.sleep(10)
+"""
+    done = run(tmp_path, text, str(tmp_path), options=("-n", "2"), grace=2)
+    assert done.returncode == 3 and done.stdout == "last words " * 100_000 + "\n" and (tmp_path / "saved").exists()
+
+
 def test_what_ranks_have_started_may_go_on_writing(tmp_path):
     text = """
 import subprocess
