@@ -42,7 +42,7 @@ from kernels.messages import EAGER_BYTES
 
 # How often a rank looks at a flag before yielding its core, and then before sleeping: where each rank of the host can
 # have a core to itself, and where some share one.
-ALONE, CROWDED = (300, 50), (20, 50)
+ALONE, CROWDED = (300, 50), (5, 500)
 JOBS = 4096  # kinds of calls whose jobs are kept; the oldest give way
 _NAP, _NAPS = 0.0005, 100  # seconds between two looks at a peer's word, and the looks between two at its health
 _IN_COLLECTIVE = Waiting(Doing.COLLECTIVE)
