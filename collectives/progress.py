@@ -166,7 +166,10 @@ class Ticket(Pending):
             raise copy(progress.failure[1]) from progress.failure[1]
 
     def done(self) -> bool:
-        return self._progress.ended(self._number) or self._progress.failure is not None
+        progress = self._progress
+        done = progress.ended(self._number) or progress.failure is not None
+        progress.sweep()
+        return done
 
     def times(self) -> tuple[int, int]:
         return self._progress.times(self._number)
