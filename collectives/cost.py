@@ -66,9 +66,7 @@ class Topology:
     own: Rate = Rate(((1, 20e9),))  # at which a rank loads or stores its own memory
     peer: Rate = Rate(((1, 15e9),))  # at which it loads or stores that of another rank of its host
     together: Rate = Rate(((1, math.inf),))  # at which all ranks of a host together load and store
-    again: Rate | None = (
-        None  # at which all at once store, each where it has loaded in the same Move; None: as it loads
-    )
+    again: Rate | None = None  # at which all at once store where they have loaded in the same Move; None: as they load
     arithmetic: float = 40e9  # bytes of operands a rank reduces in a second
     network_latency: Seconds = 5e-6  # from a signal to the waiting rank's going on, between hosts
     network: float = 12e9  # bytes per second that a host sends, and as many that it receives
