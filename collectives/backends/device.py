@@ -151,8 +151,9 @@ class OnDevice(Backend):
             event = driver.new_event()
             driver.record(event, stream)
             driver.wait(self._side, event)
-            self.enqueue(call, source, target, self._side, lambda: driver.record(event, self._side))
-            return _Running(self, event, (source, target), driver.capturing(self._side), self._left_alone)
+            running = _Running(self, event, (source, target), driver.capturing(self._side), self._left_alone)
+            self.enqueue(call, source, target, self._side, running.launched)  # which keeps it until then
+        return running
 
     def plan(self, call: Call, source: Any, target: Any) -> Callable[..., None]:
         if _on_host(source, target):
@@ -494,6 +495,10 @@ class _Running(Pending):
         self._needed = [] if captured else [keep]
         weakref.finalize(self, _drop_event, engine.driver, event, self._needed, left_alone).atexit = False
         self._begun, self._ended = time.monotonic_ns(), 0
+
+    def launched(self) -> None:
+        """The call is in the stream now, perhaps only since others that share the GPU have made theirs."""
+        self._engine.driver.record(self._event, self._engine._side)
 
     def wait(self) -> None:
         """Let the caller's current stream wait for the call; the host goes on."""

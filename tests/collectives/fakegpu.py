@@ -223,6 +223,7 @@ class FakeDriver:
 
     def record(self, event: int, stream: int) -> None:
         assert not self.capturing(stream), "an event of a graph cannot be waited for outside of it"
+        assert event in self._events, "an event is recorded that was given back"
         self.log.append(("record", event, stream))
         self._events[event] = ended = threading.Event()
         self._put(stream, ended.set)

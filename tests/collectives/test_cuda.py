@@ -239,6 +239,19 @@ def test_ranks_of_one_process_are_driven_by_one_thread(shared: bool, monkeypatch
     gc.collect()
     assert kept() is None and set(drivers[1].values(second)) == {2.0}
 
+    # So is what an asynchronous call needs, though nobody waits for it.
+    before = [len(driver._events) for driver in drivers]
+    for driver, comm in zip(drivers, comms, strict=True):
+        lent = driver.array(np.ones(5000, np.float32), stream=3)
+        comm.all_reduce(lent, out=lent, async_op=True)
+        del lent
+        gc.collect()
+    for driver, comm in zip(drivers, comms, strict=True):
+        engine: Any = comm._backend
+        driver.synchronize(engine._side)
+        engine._let_go()
+    assert [len(driver._events) for driver in drivers] == before
+
     def on_the_host(comm: Communicator) -> list[int]:
         with comm.split(0) as half:
             shape = half.empty(12, np.float32).shape
