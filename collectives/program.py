@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from collectives.contract import Contract
 from collectives.wording import counted
+from kernels.executor import FINAL, RAW_BIT, SOLE_BIT, TAKES
 
 
 class Buffer(IntEnum):
@@ -114,12 +115,11 @@ class Opcode(IntEnum):
     MOVE = 4  # chunk, flags, number of sources, number of destinations, sources, destinations
 
 
-FINAL = 1  # the only flag of a MOVE
-RAW_SHIFT, BUFFER_SHIFT, RANK_SHIFT = 62, 56, 32  # the fields of a reference's word; the index is in the low bits
+BUFFER_SHIFT, RANK_SHIFT = 56, 32  # the fields of a reference's word, beside two bits; the index is in the low bits
 
 
-def encode_ref(ref: Ref, raw: bool = False) -> int:
-    return raw << RAW_SHIFT | ref.buffer << BUFFER_SHIFT | ref.rank << RANK_SHIFT | ref.place
+def encode_ref(ref: Ref, raw: bool = False, sole: bool = False) -> int:
+    return raw << RAW_BIT | sole << SOLE_BIT | ref.buffer << BUFFER_SHIFT | ref.rank << RANK_SHIFT | ref.place
 
 
 @dataclass(frozen=True, repr=False)
@@ -167,8 +167,9 @@ class Program:
         for instruction in self.bodies[rank]:
             match instruction:
                 case Move(chunk, dsts, srcs, raw, final):
-                    words += Opcode.MOVE, chunk, FINAL * final, len(srcs), len(dsts)
-                    words += (encode_ref(ref, is_raw) for ref, is_raw in zip(srcs, raw, strict=True))
+                    sole = [self._visitors.get(ref) == {rank} and ref not in dsts for ref in srcs]
+                    words += Opcode.MOVE, chunk, FINAL * final | TAKES * any(sole), len(srcs), len(dsts)
+                    words += map(encode_ref, srcs, raw, sole)
                     words += map(encode_ref, dsts)
                 case Wait(peer, signal, lag):
                     words += Opcode.WAIT, peer, signal, lag
@@ -178,6 +179,17 @@ class Program:
                     words.append(Opcode.ENTER)
         words.append(Opcode.END)
         return np.array(words, dtype=np.int64)
+
+    @cached_property
+    def _visitors(self) -> dict[Ref, set[int]]:
+        """By cell of scratch: the ranks, beside its owner, that read or write it."""
+        visitors: dict[Ref, set[int]] = {}
+        for rank, body in enumerate(self.bodies):
+            for step in body:
+                for ref in (*step.srcs, *step.dsts) if isinstance(step, Move) else ():
+                    if ref.buffer is Buffer.SCRATCH and ref.rank != rank:
+                        visitors.setdefault(ref, set()).add(rank)
+        return visitors
 
     @cached_property
     def _signals(self) -> Words:

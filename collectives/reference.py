@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from collectives.contract import Counts, Geometry, geometry
 from collectives.errors import ProgramError
-from collectives.program import BUFFER_SHIFT, FINAL, RANK_SHIFT, RAW_SHIFT, Buffer, Opcode, Program
+from collectives.program import BUFFER_SHIFT, RANK_SHIFT, Buffer, Opcode, Program
+from kernels.executor import FINAL, RAW_BIT
 
 Array = npt.NDArray[Any]
 Ready = Callable[[], bool]
@@ -216,7 +217,7 @@ class _Rank:
             yield _now
             memory, start = self.world.place(number, word, s, self.first)
             value = memory.read(start, length, f"rank {self.rank}, in call {number}, slice {s}, chunk {chunk},")
-            raw = word >> RAW_SHIFT & 1
+            raw = word >> RAW_BIT & 1
             if call.scale is not None and raw and (len(sources) > 1 or final):
                 value = value * value.dtype.type(call.scale)
             values.append(value)

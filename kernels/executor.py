@@ -11,7 +11,17 @@ BLOCKED, so that its caller can look at signals, at its peers' health and at the
 from __future__ import annotations
 
 from kernels.portable import portable
-from kernels.primitives import await_flag, combine, copy_bytes, load_word, raise_flag, store_word, sync
+from kernels.primitives import (
+    await_flag,
+    block_bytes,
+    combine,
+    copy_bytes,
+    load_word,
+    raise_flag,
+    store_word,
+    sync,
+    take_over,
+)
 
 # What execute returns.
 DONE = 0
@@ -21,6 +31,10 @@ DIFFERENT = 2  # the ranks' descriptors are not all equal to mine: nothing outsi
 # Opcodes. The words that follow each are in `collectives/program.py`, which writes them.
 END, WAIT, SIGNAL, ENTER, MOVE = range(5)
 INPUT, OUTPUT, SCRATCH = range(3)
+# Flags of a Move; and the bit of a source's word that says which sources TAKES is about.
+FINAL = 1  # its result is the first to hold all contributions
+TAKES = 2  # of some of its sources it is the only reader but for their owner, who will write over them
+SOLE_BIT, RAW_BIT = 61, 62
 MOST_SCALED = 64  # sources of a Move, if some are to be scaled: a word has a bit for each
 
 # The link: one rank's view of its communicator. Words, of 8 bytes; "->" marks an address.
@@ -125,6 +139,14 @@ def locate_all(job: int, at: int, slice: int, channel: int, offset: int, operand
 
 
 @portable
+def take_sources(at: int, srcs: int, nbytes: int) -> None:
+    """Take over what the Move at `at` has read as the only one."""
+    for i in range(load_word(at + 24)):
+        if (load_word(at + 40 + 8 * i) >> SOLE_BIT) & 1:
+            take_over(load_word(srcs + 8 * i), nbytes)
+
+
+@portable
 def move(job: int, at: int, slice: int, channel: int, channels: int, lane: int, lanes: int) -> int:
     """Run the Move whose words begin at `at`, on this channel's part of the slice. Returns the words it takes."""
     flags = load_word(at + 16)
@@ -137,27 +159,34 @@ def move(job: int, at: int, slice: int, channel: int, channels: int, lane: int, 
     # chunk, long or short, so that none touches what belongs to another.
     share = ((step + channels - 1) // channels + 15) // 16 * 16
     mine = part(part(length, slice * step, step), channel * share, share)
-    if mine > 0:
-        size = load_word(load_word(job + 8 * JOB_LINK) + 8 * LINK_SIZE)
-        srcs = load_word(job + 8 * JOB_OPERANDS) + 16 * channel * (size + 1)
-        dsts = srcs + 8 * nsrc
+    offset = channel * share * itemsize
+    size = load_word(load_word(job + 8 * JOB_LINK) + 8 * LINK_SIZE)
+    srcs = load_word(job + 8 * JOB_OPERANDS) + 16 * channel * (size + 1)
+    dsts = srcs + 8 * nsrc
+    takes = block_bytes() != 0 and flags & TAKES != 0
+    while mine > 0:
+        count = min(mine, block_bytes() // itemsize) if takes else mine
         sync()  # the last Move's operands and results are done with
         if lane == 0:
-            locate_all(job, at, slice, channel, channel * share * itemsize, srcs)
+            locate_all(job, at, slice, channel, offset, srcs)
         sync()
-        if nsrc == 1 and flags == 0:
+        if nsrc == 1 and flags & FINAL == 0:
             src = load_word(srcs)
             for d in range(ndst):
                 dst = load_word(dsts + 8 * d)
                 if dst != src:
-                    copy_bytes(dst, src, mine * itemsize, lane, lanes)
+                    copy_bytes(dst, src, count * itemsize, lane, lanes)
         else:
             raw = 0
             for i in range(min(nsrc, 64)):
-                raw |= ((load_word(at + 40 + 8 * i) >> 62) & 1) << i
-            final = load_word(job + 8 * JOB_RANKS) if flags & 1 else 0
+                raw |= ((load_word(at + 40 + 8 * i) >> RAW_BIT) & 1) << i
+            final = load_word(job + 8 * JOB_RANKS) if flags & FINAL else 0
             scale = load_word(job + 8 * JOB_SCALE)
-            combine(load_word(job + 8 * JOB_COMBINE), dsts, ndst, srcs, nsrc, mine, raw, final, scale, lane, lanes)
+            combine(load_word(job + 8 * JOB_COMBINE), dsts, ndst, srcs, nsrc, count, raw, final, scale, lane, lanes)
+        if takes:
+            take_sources(at, srcs, count * itemsize)
+        offset += count * itemsize
+        mine -= count
     return 5 + nsrc + ndst
 
 

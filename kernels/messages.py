@@ -36,6 +36,7 @@ from kernels.executor import BLOCKED, DONE
 from kernels.portable import portable
 from kernels.primitives import (
     add_word,
+    block_bytes,
     copy_bytes,
     copy_past_caches,
     doze,
@@ -44,6 +45,7 @@ from kernels.primitives import (
     load_word,
     raise_flag,
     store_word,
+    take_over,
 )
 
 SLOTS = 8
@@ -142,6 +144,17 @@ def take_data(array: int, place: int, length: int, nbytes: int) -> None:
 
 
 @portable
+def take_slot(array: int, slot: int, length: int, nbytes: int) -> None:
+    """`take_data` out of a slot, which the sender will write over."""
+    done = 0
+    while done < length:
+        count = min(length - done, block_bytes())
+        take_data(array + done, slot + done, count, nbytes)
+        take_over(slot + done, count)
+        done += count
+
+
+@portable
 def carry(end: int, ready: int) -> int:
     """Copy what the next slot has of the data, if as many slots are ready as are handed over with it: with the last of
     the data, all that are left."""
@@ -156,7 +169,7 @@ def carry(end: int, ready: int) -> int:
     if load_word(end + 8 * END_SENDS) != 0:
         copy_bytes(slot, array, length, 0, 1)
     else:
-        take_data(array, slot, length, nbytes)
+        take_slot(array, slot, length, nbytes)
     store_word(end + 8 * END_DONE, done + length)
     store_word(end + 8 * END_LEFT, left - slots)
     pass_slots(end, slots)

@@ -110,6 +110,22 @@ def copy_bytes(dst: int, src: int, nbytes: int, lane: int, lanes: int) -> None:
 
 
 @primitive
+def take_over(address: int, nbytes: int) -> None:
+    """Have the lines of what another rank has written, and this one alone reads, in this core's own possession: a word
+    of each is rewritten as it is (CPU).
+
+    On AMD's processors it takes a writer up to four times as long to write over a line that another core has only read
+    as over one that the other core has written. `address` is a multiple of 8.
+    """
+
+
+@primitive
+def block_bytes() -> int:
+    """What is read at a time before it is taken over: so much that the nearest cache holds it. 0: nothing is (CUDA)."""
+    return 1 << 30
+
+
+@primitive
 def copy_past_caches(dst: int, src: int, nbytes: int) -> None:
     """Copy what is larger than the caches: without reading what is written over, and leaving in them what is there.
 

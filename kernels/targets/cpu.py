@@ -215,6 +215,15 @@ def move_memory(typing, dst, src, nbytes):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def rewrite(typing, address):  # type: ignore[no-untyped-def]
+    def generate(b, address):  # type: ignore[no-untyped-def]
+        word = _pointer(b, address, _I64)  # atomic, or the compiler sees that nothing changes and leaves it out
+        b.store_atomic(b.load_atomic(word, "monotonic", align=8), word, "monotonic", align=8)
+
+    return types.none(types.int64), _emit(generate)
+
+
+@intrinsic
 def move_lines(typing, dst, src):  # type: ignore[no-untyped-def]
     def generate(b, dst, src):  # type: ignore[no-untyped-def]
         lines = ir.VectorType(_I64, _LINES // 8)
@@ -272,6 +281,12 @@ def copy_bytes(dst, src, nbytes, lane, lanes):  # type: ignore[no-untyped-def]
 
 
 @_jit
+def take_over(address, nbytes):  # type: ignore[no-untyped-def]
+    for at in range(address, address + nbytes - 7, 64):  # whole words only: what lies behind is not ours
+        rewrite(at)
+
+
+@_jit
 def copy_past_caches(dst, src, nbytes):  # type: ignore[no-untyped-def]
     before = min(-dst & 63, nbytes)
     lines = (nbytes - before) // 64
@@ -309,6 +324,14 @@ def doze(round, flag, seen, spins, yields):  # type: ignore[no-untyped-def]
     return awake
 
 
+def _constant(value: int) -> Any:
+    @_jit
+    def constant():  # type: ignore[no-untyped-def]
+        return value
+
+    return constant
+
+
 PRIMITIVES = {
     "load_word": load_word,
     "store_word": store_word,
@@ -322,6 +345,8 @@ PRIMITIVES = {
     "fetch_ahead": fetch_ahead,
     "sync": sync,
     "copy_bytes": copy_bytes,
+    "take_over": take_over,
+    "block_bytes": _constant(16 << 10),
     "copy_past_caches": copy_past_caches,
     "combine": call_reduction,
     "load_pair": load_pair,
@@ -334,14 +359,6 @@ PRIMITIVES = {
 class _VectorModel(PrimitiveModel):
     def __init__(self, dmm: Any, fe_type: Vector) -> None:
         super().__init__(dmm, fe_type, fe_type.llvm_type)
-
-
-def _constant(value: int) -> Any:
-    @_jit
-    def constant():  # type: ignore[no-untyped-def]
-        return value
-
-    return constant
 
 
 def _converts_float16() -> bool:

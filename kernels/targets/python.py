@@ -49,6 +49,8 @@ PRIMITIVES: dict[str, Any] = {
     "sync": primitives.sync,
     "copy_past_caches": primitives.copy_past_caches,
     "copy_bytes": bind(elementwise.copy, _COPIES, as_it_is),
+    "take_over": primitives.take_over,
+    "block_bytes": primitives.block_bytes,
     "load_pair": lowlatency.load_pair,
     "store_pair": lowlatency.store_pair,
     "load_byte": quantize.load_byte,

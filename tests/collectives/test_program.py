@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from collectives.contract import Contract
+from collectives.lowering import build
 from collectives.program import Buffer, Enter, Move, Program, Ref, Signal, Wait
 
 # Rank 1 fetches what rank 0 staged, and says when it has.
@@ -31,13 +32,31 @@ def test_encoding() -> None:
     scratch, raw = 2 << 56, 1 << 62
     assert SEND.encode(0).tolist() == [4, 0, 0, 1, 1, raw, scratch, 3, 2, 1, 1, 1, 1, 1, 0]
     output_of_1 = 1 << 56 | 1 << 32
-    assert SEND.encode(1).tolist() == [3, 1, 0, 1, 0, 4, 0, 0, 1, 1, raw | scratch, output_of_1, 2, 0, 0]
+    assert SEND.encode(1).tolist() == [3, 1, 0, 1, 0, 4, 0, 2, 1, 1, raw | 1 << 61 | scratch, output_of_1, 2, 0, 0]
 
 
 def test_final_is_the_lowest_flag() -> None:
     move = Move(7, (Ref(Buffer.OUTPUT, 1, 7),), (Ref(Buffer.INPUT, 0, 7), Ref(Buffer.INPUT, 1, 7)), (True, True), True)
     program = replace(SEND, bodies=((), (move,)))
     assert program.encode(1)[:5].tolist() == [4, 7, 1, 2, 1]
+
+
+def takes(collective: str, algorithm: str, size: int, rank: int) -> list[bool]:
+    """Of a rank's Moves, in order, those that take over what they read."""
+    words, at, found = build(collective, algorithm, size, memory="staged").encode(rank).tolist(), 0, []
+    lengths = {0: 1, 1: 4, 2: 2, 3: 1}
+    while at < len(words):
+        if words[at] == 4:
+            found.append(bool(words[at + 2] & 2))
+        at += lengths.get(words[at]) or 5 + words[at + 3] + words[at + 4]
+    return found
+
+
+def test_the_only_reader_of_a_cell_takes_it_over() -> None:
+    assert any(takes("broadcast", "direct", 2, 1)) and any(takes("all_to_all", "direct", 4, 3))
+    assert not any(takes("broadcast", "direct", 3, 1)), "two ranks read the root's cell"
+    assert not any(takes("all_gather", "direct", 3, 0))
+    assert not any(takes("all_reduce", "two_shot", 2, 0)), "it writes its sum there itself"
 
 
 def test_signals_are_counted_by_ordered_pair() -> None:

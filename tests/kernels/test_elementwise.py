@@ -326,6 +326,25 @@ def test_the_processor_copies_every_byte_and_no_other() -> None:
             target.check_canaries()
 
 
+def test_taking_lines_over_changes_no_byte() -> None:
+    from numba import njit
+
+    from kernels.targets import cpu
+
+    @njit
+    def take(address, nbytes):  # type: ignore[no-untyped-def]
+        cpu.take_over(address, nbytes)
+
+    rng = np.random.default_rng(3)
+    for nbytes in (0, 1, 7, 8, 63, 64, 65, 1000):
+        cell = Operand(find("uint8"), nbytes, 0)
+        values = rng.integers(0, 256, nbytes, np.uint8)
+        cell.set(values)
+        take(cell.address, nbytes)
+        assert (cell.get() == values).all()
+        cell.check_canaries()
+
+
 # Rounding: a kernel of the tests' own, which casts float32 to a small float and back.
 
 
