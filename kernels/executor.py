@@ -163,7 +163,7 @@ def move(job: int, at: int, slice: int, channel: int, channels: int, lane: int, 
     size = load_word(load_word(job + 8 * JOB_LINK) + 8 * LINK_SIZE)
     srcs = load_word(job + 8 * JOB_OPERANDS) + 16 * channel * (size + 1)
     dsts = srcs + 8 * nsrc
-    takes = block_bytes() != 0 and flags & TAKES != 0
+    takes = block_bytes() != 0 and flags & TAKES != 0 and mine * itemsize > PAGE_BYTES
     while mine > 0:
         count = min(mine, block_bytes() // itemsize) if takes else mine
         sync()  # the last Move's operands and results are done with
