@@ -198,12 +198,12 @@ def write(
 
 
 def verdict(rows: Sequence[Row]) -> int:
-    """nccl-tests' closing lines for our rows, and the exit code."""
+    """nccl-tests' closing lines for our rows, and the exit code: 1 if something is wrong or nothing was timed."""
     ours = [row for row in rows if is_ours(row.label)]
     wrong = sum(row.wrong for row in ours)
     print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     print(f"# Avg bus bandwidth    : {sum(row.busbw for row in ours) / len(ours) if ours else 0:.4f}")
-    return 1 if wrong else 0
+    return 1 if wrong or not ours else 0
 
 
 def describe(collective: str, arguments: argparse.Namespace) -> str:

@@ -23,6 +23,7 @@ from bench.candidates import LIMIT, Candidate, is_ours
 from bench.case import Case, placements
 from bench.crew import Crew, CrewError
 from bench.pace import TRIPS
+from collectives.wording import counted
 
 _SAMPLE_SECONDS = 0.05  # a sample makes fewer calls than asked for rather than take much longer
 _FEWEST_CALLS = 3
@@ -101,6 +102,14 @@ class Measurement:
                         self._visit(candidate, case, round, calls, warmups, check)
                 if progress is not None:
                     progress()
+        if wanted and not self._enough(rounds, wanted):
+            counts = self._counts(wanted)
+            few, none = sum(count < rounds for count in counts), counts.count(0)
+            self.remarks.append(
+                f"the cores were {wanted} too seldom in {counted(round + 1, 'round')}: of "
+                f"{counted(len(counts), 'figure')}, with fewer than {counted(rounds, 'sample')}: {few}, "
+                f"with none: {none}; run it again, or without --state"
+            )
 
     @property
     def visits(self) -> int:
@@ -151,9 +160,13 @@ class Measurement:
         return calls if case.nbytes <= _SMALL else min(calls, _FEWEST_CALLS)
 
     def _enough(self, rounds: int, wanted: str | None) -> bool:
+        return all(count >= rounds for count in self._counts(wanted))
+
+    def _counts(self, wanted: str | None) -> list[int]:
+        """How many samples each visit has in the wanted state."""
         limit = _threshold(self.samples)
         seen = Counter((s.label, s.case) for s in self.samples if _state(s, limit) == wanted)
-        return all(seen[c.label, case] >= rounds for c, case in self._visits if c.crew in self.crews)
+        return [seen[c.label, case] for c, case in self._visits if c.crew in self.crews]
 
     @contextmanager
     def _tolerating(self, name: str) -> Iterator[None]:

@@ -121,8 +121,12 @@ def test_long_calls_are_made_less_often() -> None:
 def test_more_rounds_are_made_for_a_wanted_state_but_not_for_ever() -> None:
     flips = FakeCrew([1000, 1000], trips=[FAR_NS] * 10 + [NEAR_NS])
     assert len(measured({"mgpu": flips}, wanted=NEAR).samples) == 5 + 7
-    never = FakeCrew([1000, 1000], trips=[FAR_NS])
-    assert len(measured({"mgpu": never}, wanted=NEAR).samples) == 4 * 7
+    never = measured({"mgpu": FakeCrew([1000, 1000], trips=[FAR_NS])}, wanted=NEAR)
+    assert len(never.samples) == 4 * 7
+    assert never.remarks == [
+        "the cores were near too seldom in 28 rounds: of 1 figure, with fewer than 7 samples: 1, with none: 1; "
+        "run it again, or without --state"
+    ]
 
 
 def test_a_peer_that_fails_is_dropped_with_a_remark_and_ours_ends_the_run() -> None:
