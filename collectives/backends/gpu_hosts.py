@@ -24,6 +24,7 @@ from collectives.call import Call, describe, make_call, scale_bits
 from collectives.contract import split
 from collectives.device_arrays import DeviceArray
 from collectives.errors import CollectiveError
+from collectives.region import FAILED
 
 if TYPE_CHECKING:
     from kernels.driver import Driver
@@ -170,13 +171,17 @@ class GpuHosts(Nccl):
             try:
                 with inside(self.neighbours, self._hostname):
                     self.local._check()
+                    # One that has given up may have ended a call of this rank's, too, with what was there.
+                    regions = self.local.control.regions
+                    if gone := [rank for rank, region in enumerate(regions) if region.state == FAILED]:
+                        self.local.control.check(gone)
             except CollectiveError as error:
                 self._lose(error)
         super()._check()
 
     def _lose(self, error: CollectiveError) -> None:
+        self.local.fail(error)  # before NCCL's part ends and the neighbours get what is there
         super()._lose(error)
-        self.local.fail(error)
 
     def disown(self, reason: str) -> None:
         super().disown(reason)
